@@ -1,0 +1,74 @@
+"""One ubatch on the host (Batch) and its mirror in device memory (StateBuffer).
+
+All integers travel in one packed int32 copy, into fixed places, so that recorded work can be replayed on new data.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .backends.base import Device, StepState
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one ubatch and where they belong; fields as in StepState."""
+
+    token_ids: Ints
+    positions: Ints
+    kv_slots: Ints
+    seq_start: Ints
+    block_table: Ints
+    state_slots: Ints
+    out_rows: Ints
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def n_seq(self) -> int:
+        return len(self.state_slots)
+
+
+class StateBuffer:
+    """Device memory for any Batch up to the stated sizes."""
+
+    def __init__(self, device: Device, n_tokens: int, n_seq: int, n_block: int, n_out: int, page: int) -> None:
+        self.device, self.n_block, self.page = device, n_block, page
+        sizes = {
+            "token_ids": n_tokens, "positions": n_tokens, "kv_slots": n_tokens, "seq_start": n_seq + 1,
+            "state_slots": n_seq, "out_rows": n_out, "block_table": n_seq * n_block,
+        }  # fmt: skip
+        self.offsets, end = {}, 0
+        for name, size in sizes.items():
+            self.offsets[name] = end
+            end += -(-size // 64) * 64  # each field starts on a 256-byte border
+        self.host = np.zeros(end, np.int32)
+        self.buffer = device.alloc((end,), "i32")
+
+    def upload(self, batch: Batch) -> None:
+        for name, offset in self.offsets.items():
+            values = getattr(batch, name)
+            self.host[offset : offset + values.size] = values.ravel()
+        self.device.upload(self.buffer, self.host)
+
+    def set_out_rows(self, rows: Ints) -> None:
+        start = self.offsets["out_rows"]
+        self.device.upload(self.buffer[start : start + len(rows)], rows)
+
+    def view(self, n_tokens: int, n_seq: int, n_out: int) -> StepState:
+        """The state as a ubatch of this shape sees it; the same shape gives the same addresses."""
+
+        def part(name: str, n: int) -> "np.ndarray":  # type: ignore[type-arg]
+            return self.buffer[self.offsets[name] : self.offsets[name] + n]  # type: ignore[return-value]
+
+        return StepState(
+            token_ids=part("token_ids", n_tokens), positions=part("positions", n_tokens),
+            kv_slots=part("kv_slots", n_tokens), seq_start=part("seq_start", n_seq + 1),
+            block_table=part("block_table", n_seq * self.n_block).reshape(n_seq, self.n_block),
+            state_slots=part("state_slots", n_seq), out_rows=part("out_rows", n_out), page=self.page,
+        )  # fmt: skip

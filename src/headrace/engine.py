@@ -1,0 +1,178 @@
+"""The only wiring file: opens a model, plans, loads, and offers it as an Engine."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .backends import open_device
+from .backends.base import Weight
+from .chat import ChatTemplate
+from .config import Config
+from .errors import UserError
+from .generate import Piece, generate
+from .gguf import open_gguf
+from .hostmem import HostMemory
+from .kvcache import KVCache
+from .models import load_program
+from .plan import make_plan
+from .runner import Progress, Runner
+from .sampling import SamplingParams
+from .stats import Stats
+from .stream import ExpertStream
+from .tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("headrace")
+LoadProgress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) while weights load."""
+
+
+def demo_path() -> Path:
+    """The small trained model that ships with the package."""
+    return Path(str(resources.files("headrace") / "data" / "demo.gguf"))
+
+
+def open_engine(
+    path: str | Path | None = None, *, load_progress: LoadProgress | None = None, **config: Any
+) -> "Engine":
+    """Opens a GGUF model (None: the demo model); keywords are the fields of Config. Raises UserError on bad input."""
+    return Engine(path or demo_path(), Config.of(**config), load_progress)
+
+
+class Engine:
+    """A loaded model. Close it, or use it in a `with`; one thread at a time."""
+
+    def __init__(self, path: str | Path, config: Config, load_progress: LoadProgress | None = None) -> None:
+        start_s = time.perf_counter()
+        self.config, self.stats = config, Stats()
+        self.file = open_gguf(path)
+        self.program = load_program(self.file)
+        self.spec = self.program.spec
+        self.device = open_device(config.backend, n_threads=config.n_threads)
+        try:
+            self.plan = make_plan(
+                self.program, self.file.tensors, self.device.info, config, self.device.act_dtype
+            )  # fmt: skip
+            self.host = HostMemory(self.file)
+            weights = self._load(load_progress)
+            streamed = {name: self.file.tensors[name] for name in self.plan.streamed}
+            self.stream = ExpertStream(
+                self.device, self.program, streamed, self.plan.n_slots, self.plan.slot_bytes, weights, self.host.bytes
+            )
+            self.cache = KVCache(
+                self.device, self.spec, self.plan.n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v
+            )
+            self.runner = Runner(self.program, self.plan, self.device, self.cache, self.stream, weights)
+        except BaseException:
+            self.device.close()
+            raise
+        self.sequence = self.cache.sequence()
+        self.stats.load_s = time.perf_counter() - start_s
+        log.info(
+            "%s: %s on %s, loaded in %.2f s", self.file.path, self.spec.name, self.device.info.name, self.stats.load_s
+        )
+
+    def _load(self, progress: LoadProgress | None) -> dict[str, Weight]:
+        """Every weight that is not streamed; what was copied is given back to the page cache."""
+        weights: dict[str, Weight] = {}
+        todo = [p for p in self.plan.placements.values() if p.feed != "stream"]
+        n_total, n_done = sum(p.n_bytes for p in todo), 0
+        for p in todo:
+            info = self.file.tensors[p.tensor]
+            weights[p.tensor] = self.device.load(info, self.host.bytes(info), p.layout)
+            if p.feed == "resident":
+                self.host.drop(info)
+            n_done += p.n_bytes
+            if progress:
+                progress(n_done, n_total)
+        return weights
+
+    # text
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.file.metadata, str(self.file.path))
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The file's chat template; UserError if it has none."""
+        return ChatTemplate.from_metadata(self.file.metadata, self.tokenizer, str(self.file.path))
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, token_ids: Seq[int]) -> str:
+        return self.tokenizer.decode(self._checked(token_ids))
+
+    # computation
+
+    def logits(self, token_ids: Seq[int], rows: Seq[int] | None = None) -> NDArray[np.float32]:
+        """float32 [len(rows), n_vocab]: what follows each of the named positions (None: all) of a text from its start."""
+        ids = self._checked(token_ids)
+        wanted = list(range(len(ids))) if rows is None else [int(r) for r in rows]
+        if any(not -len(ids) <= r < len(ids) for r in wanted):
+            raise UserError(f"rows {rows}: the text has {len(ids)} tokens")
+        order = sorted({r % len(ids) for r in wanted})
+        self.reset()
+        if not order:
+            return np.empty((0, self.spec.n_vocab), np.float32)
+        found = self.runner.prefill(self.sequence, ids, order)
+        return found[np.searchsorted(order, [r % len(ids) for r in wanted])]
+
+    def generate(
+        self, prompt: str | Seq[int], n_predict: int = -1, sampling: SamplingParams | None = None,
+        progress: Progress | None = None, parse_special: bool = False,
+    ) -> Iterator[Piece]:  # fmt: skip
+        """Continues a prompt piece by piece; what the cache still holds of it is not computed again.
+
+        Each Piece has `token`, `text`, `finish` and `stats` (this call's counts and seconds).
+        """
+        ids = self.tokenize(prompt, parse_special=parse_special) if isinstance(prompt, str) else self._checked(prompt)
+        if not ids:
+            raise UserError("the prompt is empty")
+        if len(ids) > self.plan.n_ctx:
+            raise UserError(f"the prompt has {len(ids)} tokens, the context {self.plan.n_ctx}; raise -c")
+        return self._generate(ids, n_predict, sampling or SamplingParams(), progress)
+
+    def _generate(
+        self, ids: list[int], n_predict: int, sampling: SamplingParams, progress: Progress | None
+    ) -> Iterator[Piece]:  # fmt: skip
+        stats = Stats()
+        try:
+            yield from generate(
+                self.runner, self.cache, self.sequence, self.tokenizer, ids, n_predict, sampling, stats, progress
+            )
+        finally:
+            for name in ("n_prompt", "n_reused", "prefill_s", "n_decoded", "decode_s"):
+                setattr(self.stats, name, getattr(self.stats, name) + getattr(stats, name))
+            self.stats.uploaded_bytes = self.stream.uploaded_bytes
+
+    def reset(self) -> None:
+        """Forgets the text in the cache."""
+        self.cache.trim(self.sequence, 0)
+
+    def _checked(self, token_ids: Seq[int]) -> list[int]:
+        ids = [int(t) for t in token_ids]
+        if bad := [t for t in ids if not 0 <= t < self.spec.n_vocab]:
+            raise UserError(f"token {bad[0]} is outside the vocabulary of {self.spec.n_vocab}")
+        return ids
+
+    # lifetime
+
+    def close(self) -> None:
+        """Stops the device and lets go of the file; twice is fine."""
+        self.device.close()
+        self.host.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,62 @@
+"""Text generation as a Python generator: pieces of text with their token and the costs so far.
+
+`run`, `bench` and a server only consume it. Knows tokens, sampling and when to stop; nothing of weights or devices.
+"""
+
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from .kvcache import KVCache, Sequence
+from .runner import Progress, Runner
+from .sampling import Sampler, SamplingParams
+from .stats import Stats
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token's worth of output; `text` may be empty while a character is incomplete.
+
+    `finish` is "" but for the last piece: "stop" (end of text or a stop string), "length" (n_predict) or "context".
+    """
+
+    token: int
+    text: str
+    stats: Stats = field(repr=False)
+    finish: str = ""
+
+
+def generate(
+    runner: Runner, cache: KVCache, seq: Sequence, tokenizer: Tokenizer, prompt: Seq[int], n_predict: int,
+    sampling: SamplingParams, stats: Stats, progress: Progress | None = None,
+) -> Iterator[Piece]:  # fmt: skip
+    """Continues `prompt` in a sequence whose common prefix with it is reused; n_predict < 0: until the model ends."""
+    sampler, text, history = Sampler(sampling), tokenizer.stream(), list(prompt)
+    n_room = cache.n_ctx - len(prompt)
+    stats.n_reused = cache.trim(seq, min(common_prefix(seq.tokens, prompt), len(prompt) - 1))
+    start_s = time.perf_counter()
+    (logits,) = runner.prefill(seq, prompt[stats.n_reused :], progress=progress)
+    stats.n_prompt, stats.prefill_s = len(prompt) - stats.n_reused, time.perf_counter() - start_s
+    if n_predict == 0:
+        return
+    start_s = time.perf_counter()
+    while True:
+        token = sampler.sample(logits, history)
+        history.append(token)
+        n_new = len(history) - len(prompt)
+        if token in tokenizer.eog_ids:
+            yield Piece(token, text.flush(), stats, "stop")
+            return
+        finish = "length" if n_new == n_predict else "context" if n_new > n_room else ""
+        yield Piece(token, text.push(token) + (text.flush() if finish else ""), stats, finish)
+        if finish:
+            return
+        (logits,) = runner.decode([seq], [token])
+        stats.n_decoded, stats.decode_s = n_new, time.perf_counter() - start_s
+
+
+def common_prefix(a: Seq[int], b: Seq[int]) -> int:
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)

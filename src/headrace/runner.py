@@ -1,0 +1,165 @@
+"""The loop: prefill a prompt, decode one token for each of several sequences; logits come back.
+
+Executes the orders of `schedule` blindly. Sequences advance only when their work is done: an interrupted prefill
+keeps the windows that were finished.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .backends.base import Device, Weight
+from .batch import Batch, Ints, StateBuffer
+from .kvcache import PAGE, KVCache, Sequence
+from .plan import Plan
+from .program import Program, Run, Weights, run_step, short_name
+from .schedule import Acquire, Compute, Release, Upload, schedule, split
+from .stream import ExpertStream
+
+Logits = NDArray[np.float32]
+Progress = Callable[[int, int], None]
+"""Called with (tokens done, tokens in all) after every micro-batch of a segment; may raise to cancel."""
+
+
+class Runner:
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        device: Device,
+        cache: KVCache,
+        stream: ExpertStream,
+        weights: dict[str, Weight],
+    ) -> None:
+        self.program, self.plan, self.device, self.cache, self.stream = program, plan, device, cache, stream
+        spec, n = program.spec, plan.n_ubatch
+        self.arena = device.arena(plan.arena_bytes)
+        self.state = StateBuffer(device, n, plan.n_seq_max, cache.n_block, n, PAGE)
+        self.x = device.alloc((n, spec.n_embd), "f32")
+        self.hidden = device.alloc((plan.n_window, spec.n_embd), "f32") if plan.n_window > n else None
+        self.logits = device.alloc((plan.n_out, spec.n_vocab), "f32")
+        self.weights = [self._step_weights(step, weights) for step in program.steps]
+        self.n_body = len(program.steps) - 1  # the last step is the head, which runs for wanted rows only
+
+    def _step_weights(self, step: Any, weights: dict[str, Weight]) -> Weights:
+        return Weights(
+            experts=self.stream.experts(step), **{short_name(name): weights[name] for name in step.weights}
+        )  # fmt: skip
+
+    def prefill(
+        self, seq: Sequence, token_ids: Seq[int], rows: Seq[int] | None = None, progress: Progress | None = None
+    ) -> Logits:
+        """Appends tokens to a sequence; float32 [len(rows), n_vocab] of the given rising rows (None: the last)."""
+        ids = np.asarray(token_ids, np.int32)
+        wanted = np.array([len(ids) - 1] if rows is None else rows, np.int32)
+        out = np.empty((len(wanted), self.program.spec.n_vocab), np.float32)
+        n_done = 0
+        for window in split(len(ids), self.plan.n_window, self.plan.n_ubatch):
+            start, stop = window[0][0], window[-1][1]
+            self.cache.snapshot(seq)
+            self.cache.reserve(seq, stop - start)
+            batches = [self._prompt_batch(seq, ids, a, b, start, wanted) for a, b in window]
+            try:
+                report = partial(_report, progress, start, len(ids)) if progress else None
+                for logits in self._run_window(batches, report):
+                    out[n_done : n_done + len(logits)] = logits
+                    n_done += len(logits)
+            except BaseException:
+                self.device.compute.synchronize()
+                self.cache.rewind(seq)
+                raise
+            seq.tokens += ids[start:stop].tolist()
+        self.cache.snapshot(seq)
+        return out
+
+    def decode(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> Logits:
+        """Appends one token to each sequence; float32 [len(seqs), n_vocab]."""
+        for seq in seqs:
+            self.cache.reserve(seq, 1)
+        n = len(seqs)
+        batch = Batch(
+            token_ids=np.array(token_ids, np.int32), positions=np.array([s.n_past for s in seqs], np.int32),
+            kv_slots=np.concatenate([self.cache.rows(s, s.n_past, s.n_past + 1) for s in seqs]),
+            seq_start=np.arange(n + 1, dtype=np.int32), block_table=self.cache.block_table(list(seqs)),
+            state_slots=np.array([s.state_slot for s in seqs], np.int32), out_rows=np.arange(n, dtype=np.int32),
+        )  # fmt: skip
+        (logits,) = self._run_window([batch], None)
+        for seq, token in zip(seqs, token_ids):
+            seq.tokens.append(int(token))
+        return logits
+
+    def _prompt_batch(self, seq: Sequence, ids: Ints, a: int, b: int, window_start: int, wanted: Ints) -> Batch:
+        first = seq.n_past + a - window_start
+        return Batch(
+            token_ids=ids[a:b], positions=np.arange(first, first + b - a, dtype=np.int32),
+            kv_slots=self.cache.rows(seq, first, first + b - a), seq_start=np.array([0, b - a], np.int32),
+            block_table=self.cache.block_table([seq]), state_slots=np.array([seq.state_slot], np.int32),
+            out_rows=wanted[(wanted >= a) & (wanted < b)] - a,
+        )  # fmt: skip
+
+    def _run_window(self, batches: list[Batch], progress: Callable[[int], None] | None) -> list[Logits]:
+        """One pass over all steps for the micro-batches of a window; the wanted logits of each in order."""
+        logits: list[Logits] = []
+        n_done = 0
+        ends = np.cumsum([b.n_tokens for b in batches])
+        with self.stream.pass_():
+            for order in schedule(self.program, self.stream.streamed, self.stream.n_slots, len(batches)):
+                match order:
+                    case Upload(name):
+                        self.stream.upload(name)
+                    case Acquire(step):
+                        self.stream.acquire(self.program.steps[step])
+                    case Release(step):
+                        self.stream.release(self.program.steps[step])
+                    case Compute(first, stop, u):
+                        logits += self._compute(first, stop, batches[u], int(ends[u]) - batches[u].n_tokens)
+                        if progress:
+                            n_done += batches[u].n_tokens * (stop - first)
+                            progress(n_done // len(self.program.steps))
+        return logits
+
+    def _compute(self, first: int, stop: int, batch: Batch, offset: int) -> list[Logits]:
+        """Steps first..stop for one micro-batch, whose hidden states start at `offset` of the window."""
+        x, n = self.x[: batch.n_tokens], batch.n_tokens
+        self.state.upload(batch)
+        if self.hidden is not None and first:
+            self.device.compute.copy(x, self.hidden[offset : offset + n])
+        self._steps(first, min(stop, self.n_body), batch, 0)
+        if stop <= self.n_body:
+            if self.hidden is not None:
+                self.device.compute.copy(self.hidden[offset : offset + n], x)
+            return []
+        return self._head(batch)
+
+    def _head(self, batch: Batch) -> list[Logits]:
+        parts = []
+        for start in range(0, len(batch.out_rows), self.plan.n_out):
+            rows = batch.out_rows[start : start + self.plan.n_out]
+            self.state.set_out_rows(rows)
+            self._steps(self.n_body, self.n_body + 1, batch, len(rows))
+            parts.append(np.array(self.device.download(self.logits[: len(rows)]), np.float32))
+        return parts
+
+    def _steps(self, first: int, stop: int, batch: Batch, n_out: int) -> None:
+        """Runs or replays steps first..stop; the shape is the key, all that changes is in device memory."""
+        if first >= stop:
+            return
+        key = (first, stop, batch.n_tokens, batch.n_seq, n_out)
+        if self.device.replay(key):
+            return
+        state = self.state.view(batch.n_tokens, batch.n_seq, n_out)
+        with self.device.record(key):
+            run = Run(
+                self.device.ops, self.arena, self.device.act_dtype, state, self.x[: batch.n_tokens],
+                self.logits[:n_out], self.cache.layers,
+            )  # fmt: skip
+            for step, weights in zip(self.program.steps[first:stop], self.weights[first:stop]):
+                run_step(step, run, weights)
+
+
+def _report(progress: Progress, n_before: int, n_total: int, n_done: int) -> None:
+    progress(n_before + n_done, n_total)

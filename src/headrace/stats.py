@@ -1,0 +1,24 @@
+"""What a run cost: counts, seconds and bytes, filled in by the engine and shown by the commands."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Stats:
+    """Totals since the engine was opened; `n_reused` prompt tokens were still in the cache."""
+
+    load_s: float = 0.0
+    n_prompt: int = 0
+    n_reused: int = 0
+    prefill_s: float = 0.0
+    n_decoded: int = 0
+    decode_s: float = 0.0
+    uploaded_bytes: int = 0
+
+    @property
+    def prefill_tps(self) -> float:
+        return self.n_prompt / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        return self.n_decoded / self.decode_s if self.decode_s else 0.0

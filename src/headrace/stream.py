@@ -1,0 +1,99 @@
+"""ExpertStream: where the experts of a step are, now. Only this file knows slots.
+
+A streamed tensor has a fixed slot (see schedule.py), so its address never changes and recorded work stays valid.
+Each slot has two events. Copy queue: wait `free`, copy, record `ready`. Compute queue: wait `ready`, run, record
+`free`. The host never waits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .backends.base import Device, Event, Tensor, Weight
+from .errors import UserError
+from .gguf import TensorInfo
+from .program import ExpertWeights, Program, Step
+
+
+class Slot:
+    """A fixed device buffer with the two events that guard it."""
+
+    def __init__(self, device: Device, n_bytes: int) -> None:
+        self.buffer: Tensor = device.alloc((n_bytes,), "u8")
+        self.ready: Event = device.event()
+        self.free: Event = device.event()
+        device.compute.record(self.free)
+
+
+class ExpertStream:
+    """Uploads streamed expert tensors and hands out every step's ExpertWeights.
+
+    `resident` holds the weights that need no upload; `host` gives a streamed tensor's bytes.
+    """
+
+    def __init__(
+        self, device: Device, program: Program, streamed: Mapping[str, TensorInfo], n_slots: int, slot_bytes: int,
+        resident: Mapping[str, Weight], host: Callable[[TensorInfo], NDArray[np.uint8]],
+    ) -> None:  # fmt: skip
+        self.device, self.host, self.streamed = device, host, streamed
+        self.uploaded_bytes = 0
+        self.slots = self._allocate(program, n_slots, slot_bytes) if streamed else []
+        names = [name for name in program.expert_tensors if name in streamed]
+        self.slot_of = {name: self.slots[i % len(self.slots)] for i, name in enumerate(names)}
+        self.weights = dict(resident)
+        for name, slot in self.slot_of.items():
+            self.weights[name] = device.view(streamed[name], slot.buffer)
+
+    @property
+    def n_slots(self) -> int:
+        return len(self.slots)
+
+    def upload(self, name: str) -> None:
+        slot, info, copy = self.slot_of[name], self.streamed[name], self.device.copy
+        copy.wait(slot.free)
+        copy.copy(slot.buffer[: info.n_bytes], self.host(info))
+        copy.record(slot.ready)
+        self.uploaded_bytes += info.n_bytes
+
+    def acquire(self, step: Step) -> None:
+        for slot in self._slots(step):
+            self.device.compute.wait(slot.ready)
+
+    def release(self, step: Step) -> None:
+        for slot in self._slots(step):
+            self.device.compute.record(slot.free)
+
+    @contextmanager
+    def pass_(self) -> Iterator[None]:
+        """Around one pass: if it fails midway every slot is released behind the work that was queued."""
+        try:
+            yield
+        except BaseException:
+            self.device.copy.synchronize()
+            for slot in self.slots:
+                self.device.compute.record(slot.free)
+            raise
+
+    def experts(self, step: Step) -> ExpertWeights | None:
+        if not (e := step.experts):
+            return None
+        return ExpertWeights(self.weights[e.gate], self.weights[e.up] if e.up else None, self.weights[e.down])
+
+    def _slots(self, step: Step) -> list[Slot]:
+        names = step.experts.tensors if step.experts else ()
+        return [self.slot_of[name] for name in names if name in self.slot_of]
+
+    def _allocate(self, program: Program, n_slots: int, slot_bytes: int) -> list[Slot]:
+        """Up to n_slots slots; keeps what could be allocated as long as one step can run."""
+        least = max(sum(name in self.streamed for name in s.experts.tensors) for s in program.steps if s.experts)
+        slots: list[Slot] = []
+        try:
+            while len(slots) < n_slots:
+                slots.append(Slot(self.device, slot_bytes))
+        except MemoryError:
+            if len(slots) < least:
+                mib = f"{least} slots of {slot_bytes / 2**20:.0f} MiB"
+                raise UserError(f"{self.device.info.name}: no memory for {mib}; lower -ngl or -c") from None
+        return slots
