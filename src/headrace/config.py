@@ -37,7 +37,7 @@ class Config:
     cache_type_k: str = option("f16", "-ctk", "--cache-type-k", choices=KV_TYPES, help="type of cached keys")
     cache_type_v: str = option("f16", "-ctv", "--cache-type-v", choices=KV_TYPES, help="type of cached values")
     repack: str = option(
-        "auto", "--repack", choices=("auto", "on", "off"), help="regroup weights in RAM for speed (auto: if RAM allows)")
+        "auto", "--repack", choices=("auto", "on", "off"), help="regroup weights for speed (auto: if RAM allows)")
     # fmt: on
 
     def __post_init__(self) -> None:

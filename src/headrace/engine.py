@@ -114,7 +114,7 @@ class Engine:
     # computation
 
     def logits(self, token_ids: Seq[int], rows: Seq[int] | None = None) -> NDArray[np.float32]:
-        """float32 [len(rows), n_vocab]: what follows each of the named positions (None: all) of a text from its start."""
+        """float32 [len(rows), n_vocab]: what follows each named position (None: all) of a text from its start."""
         ids = self._checked(token_ids)
         wanted = list(range(len(ids))) if rows is None else [int(r) for r in rows]
         if any(not -len(ids) <= r < len(ids) for r in wanted):
