@@ -51,7 +51,7 @@ class RopeSpec:
         """Factor on cos and sin: YaRN's attention temperature (arXiv 2309.00071, section 3.4)."""
         if self.scaling != "yarn":
             return self.attn_factor
-        return self.attn_factor * (1.0 + 0.1 * math.log(self.factor))
+        return self.attn_factor * (1.0 + 0.1 * math.log(max(1.0, self.factor)))
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,10 @@ class ModelSpec:
     def __post_init__(self) -> None:
         assert len(self.attention) == len(self.delta_net) == len(self.ffn) == self.n_layer
         assert all((a is None) != (d is None) for a, d in zip(self.attention, self.delta_net, strict=True))
+
+    @property
+    def is_moe(self) -> bool:
+        return any(isinstance(f, MoeSpec) for f in self.ffn)
 
     @property
     def is_recurrent(self) -> bool:

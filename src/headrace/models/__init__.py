@@ -12,6 +12,11 @@ from ..program import Program, TensorTable
 from .metadata import Metadata
 
 ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen35": "qwen35",
+    "qwen35moe": "qwen35moe",
     "qwen3moe": "qwen3moe",
 }
 """GGUF architecture -> module of this package."""

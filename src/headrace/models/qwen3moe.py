@@ -7,7 +7,7 @@ from .metadata import Metadata
 
 
 def read_spec(m: Metadata) -> ModelSpec:
-    return m.model(m.integer("block_count"), m.attention(), m.moe(norm_weights=True))
+    return m.model(m.attention(), m.moe(norm_weights=True))
 
 
 def build(spec: ModelSpec, t: TensorTable) -> Program:
