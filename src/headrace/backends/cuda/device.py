@@ -1,0 +1,172 @@
+"""The CUDA device: memory, streams, events and graphs from PyTorch; kernels from Triton.
+
+Under TRITON_INTERPRET=1 the same code runs on the CPU with float16 activations, which is how CI tests it.
+"""
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import UserError
+from ...gguf import TensorInfo
+from ..base import DeviceInfo
+from .ops import CudaOps
+from .tiles import Tiles
+
+log = logging.getLogger("headrace")
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i32": torch.int32, "u8": torch.uint8}
+N_GRAPHS = 256
+"""Recordings kept; the least recently used goes first."""
+SLOT_PADDING_BYTES = 512
+"""Zeroed bytes behind every weight, so that a kernel may fetch a whole vector at its end."""
+
+
+@dataclass(frozen=True)
+class CudaWeight:
+    """GGUF bytes in device memory, uint8 [n_bytes]."""
+
+    info: TensorInfo
+    data: torch.Tensor
+
+    def floats(self) -> torch.Tensor:
+        """The bytes of an F32 tensor as float32."""
+        assert self.info.type.name == "F32", f"{self.info.name} is {self.info.type.name}, not F32"
+        return self.data[: self.info.n_bytes].view(torch.float32)
+
+
+class CudaArena:
+    """A bump allocator over one block; `take` gives the same addresses for the same sequence of requests."""
+
+    ALIGN = 256
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self.block, self.used = block, 0
+
+    def take(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        n_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+        start, self.used = self.used, self.used + -(-n_bytes // self.ALIGN) * self.ALIGN
+        assert self.used <= len(self.block), "the plan's arena is too small for this step"
+        return self.block[start : start + n_bytes].view(DTYPES[dtype]).view(shape)
+
+    def reset(self) -> None:
+        self.used = 0
+
+
+class CudaQueue:
+    """A stream. On the interpreter everything happens at once, in order."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def here(self) -> Any:
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
+
+    def copy(self, dst: torch.Tensor, src: Any) -> None:
+        source = src if isinstance(src, torch.Tensor) else torch.from_numpy(src)
+        with self.here():
+            dst.copy_(source, non_blocking=True)
+
+    def record(self, event: Any) -> None:
+        if event:
+            event.record(self.stream)
+
+    def wait(self, event: Any) -> None:
+        if event:
+            self.stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        if self.stream:
+            self.stream.synchronize()
+
+
+class CudaDevice:
+    def __init__(self, index: int = 0, interpret: bool = False) -> None:
+        self.where = torch.device("cpu") if interpret else torch.device("cuda", index)
+        if interpret:
+            name, total, free, capability = "Triton interpreter", 0, 0, (8, 0)
+            self.compute = self.copy = CudaQueue(None)
+        else:
+            torch.cuda.set_device(self.where)
+            name = torch.cuda.get_device_name(self.where)
+            capability = torch.cuda.get_device_capability(self.where)
+            free, total = torch.cuda.mem_get_info(self.where)
+            self.compute, self.copy = CudaQueue(torch.cuda.Stream(self.where)), CudaQueue(torch.cuda.Stream(self.where))
+        if capability < (7, 5):
+            raise UserError(
+                f"{name}: compute capability {capability[0]}.{capability[1]} is below 7.5; use --backend cpu"
+            )
+        self.act_dtype = "bf16" if capability >= (8, 0) and not interpret else "f16"
+        self.info = DeviceInfo(name, "gpu", total, free, copies_async=not interpret)
+        self.ops = CudaOps(self.where, DTYPES[self.act_dtype], Tiles.of(capability))
+        self.graphs: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def alloc(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        try:
+            with self.compute.here():
+                return torch.zeros(shape, dtype=DTYPES[dtype], device=self.where)
+        except torch.OutOfMemoryError:
+            n_mib = math.prod(shape) * DTYPES[dtype].itemsize / 2**20
+            raise MemoryError(f"{self.info.name}: {n_mib:.0f} MiB could not be allocated") from None
+
+    def arena(self, n_bytes: int) -> CudaArena:
+        return CudaArena(self.alloc((max(n_bytes, CudaArena.ALIGN),), "u8"))
+
+    def event(self) -> Any:
+        return torch.cuda.Event() if self.compute.stream else None
+
+    def load(self, info: TensorInfo, raw: NDArray[np.uint8], layout: str = "in_place") -> CudaWeight:
+        assert layout == "in_place", "a GPU reads GGUF's own layout"
+        data = self.alloc((info.n_bytes + SLOT_PADDING_BYTES,), "u8")
+        self.compute.copy(data[: info.n_bytes], raw)
+        return CudaWeight(info, data)
+
+    def view(self, info: TensorInfo, slot: torch.Tensor) -> CudaWeight:
+        return CudaWeight(info, slot)
+
+    def upload(self, dst: torch.Tensor, src: NDArray[Any]) -> None:
+        source = torch.from_numpy(np.ascontiguousarray(src))
+        with self.compute.here():
+            dst.copy_(source.pin_memory() if self.compute.stream else source, non_blocking=True)
+
+    def download(self, src: torch.Tensor) -> NDArray[Any]:
+        with self.compute.here():
+            return src.cpu().numpy()
+
+    def replay(self, key: Hashable) -> bool:
+        graph = self.graphs.get(key)
+        if graph is None:
+            return False
+        self.graphs.move_to_end(key)
+        with self.compute.here():
+            graph.replay()
+        return True
+
+    @contextmanager
+    def record(self, key: Hashable) -> Iterator[None]:
+        """The first run of a shape only runs (kernels compile, scratch grows); the second is captured as a graph."""
+        if not self.compute.stream or key not in self.graphs:
+            with self.compute.here():
+                yield
+            if self.compute.stream:
+                self.graphs[key] = None
+                while len(self.graphs) > N_GRAPHS:
+                    self.graphs.popitem(last=False)
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.compute.stream, capture_error_mode="thread_local"):
+            yield
+        self.graphs[key] = graph
+        self.replay(key)
+
+    def close(self) -> None:
+        self.compute.synchronize()
+        self.copy.synchronize()
+        self.graphs.clear()

@@ -1,0 +1,41 @@
+"""Tile sizes per kind of GPU: data, not tuning at run time (autotuning would change bits from run to run).
+
+A tile is (BM, BN, warps, stages). The step along K is the same everywhere, so tiles change speed and never results:
+on an H200 all sizes below gave the same bits as each other.
+"""
+
+from dataclasses import dataclass
+
+Tile = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Candidates by falling height; the first whose height does not exceed the tokens at hand is used."""
+
+    gemm: tuple[Tile, ...]
+    glu: tuple[Tile, ...]
+    down: tuple[Tile, ...]
+    attention: Tile
+
+    @staticmethod
+    def of(capability: tuple[int, int]) -> "Tiles":
+        """By shared memory: 227 KiB on sm_90 and sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120."""
+        if capability[0] in (9, 10):
+            # H200, 8192 tokens, TFLOP/s: gemm 572, glu 412, down 350 (bench/cuda_matmul.py)
+            return Tiles(
+                gemm=((128, 128, 4, 3), (64, 128, 4, 4), (16, 64, 4, 4)),
+                glu=((128, 128, 8, 3), (64, 128, 4, 4), (32, 128, 4, 4), (16, 128, 4, 4)),
+                down=((128, 256, 8, 4), (64, 128, 4, 4), (32, 128, 4, 4), (16, 128, 4, 4)),
+                attention=(128, 64, 8, 2),
+            )
+        return Tiles(
+            gemm=((128, 128, 8, 3), (64, 128, 4, 3), (16, 64, 4, 3)),
+            glu=((128, 64, 8, 3), (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3)),
+            down=((128, 128, 8, 3), (64, 128, 4, 3), (32, 128, 4, 3), (16, 128, 4, 3)),
+            attention=(64, 32, 4, 2),
+        )
+
+
+def pick(tiles: tuple[Tile, ...], height: float) -> Tile:
+    return next((t for t in tiles if t[0] <= height), tiles[-1])
