@@ -1,0 +1,112 @@
+"""llama.cpp as the oracle, on tiny files of every architecture and many tensor types.
+
+Two comparisons a file, both along llama.cpp's greedy continuation, so that one flipped token does not hide the rest.
+First the same weights decoded to float32: only the order of sums differs, so all tokens are equal and log-probabilities
+agree to TIGHT. Then the file itself: llama.cpp rounds activations in front of quantised weights to 8 bits (in front of
+F16 and BF16 to 16), the reference does not. After the first comparison the difference is llama.cpp's rounding noise:
+its mean is bounded for each type, and a token may differ only where llama.cpp's first and second are closer than that.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import headrace
+from headrace.models import ARCHITECTURES
+from models import tiny
+from models.llamacpp import greedy
+from models.tiny import N_VOCAB, Tiny, write
+
+N_PREDICT = 64
+PROMPT = [1, 258, 50, 60, 99, 300, 116, 104, 12, 340, 77, 5]
+TIGHT = 2e-4
+"""Largest difference of a log-probability in llama.cpp's top 10 between float32 engines; the largest seen is 6e-5."""
+NOISE = {"F16": 0.01, "BF16": 0.05, "Q8_0": 0.2}
+"""Bound of the mean difference by mix, for logits of deviation 3; else NOISE_OTHER. docs/numerics.md has the table."""
+NOISE_OTHER = 0.4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Our logits along llama.cpp's continuation: per position, whether the greedy token is the same, llama.cpp's gap
+    between its first and second, and the largest difference of a log-probability among llama.cpp's 10 likeliest."""
+
+    same: NDArray[np.bool_]
+    gap: NDArray[np.float64]
+    difference: NDArray[np.float64]
+    kl: NDArray[np.float64]
+
+
+def compare(path: Path, **config: Any) -> Comparison:
+    tokens, theirs = greedy(path, PROMPT, N_PREDICT, N_VOCAB)
+    assert len(tokens) == N_PREDICT and np.isfinite(theirs).all()
+    with headrace.open(path, cache_type_k="f32", cache_type_v="f32", n_ctx=512, **config) as engine:
+        rows = range(len(PROMPT) - 1, len(PROMPT) - 1 + N_PREDICT)
+        logits = engine.logits([*PROMPT, *tokens[:-1]], rows).astype(np.float64)
+    ours = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    top = np.argsort(-theirs, axis=1)[:, :10]
+    pick = np.take_along_axis
+    return Comparison(
+        same=ours.argmax(axis=1) == tokens,
+        gap=pick(theirs, top[:, :1], 1)[:, 0] - pick(theirs, top[:, 1:2], 1)[:, 0],
+        difference=abs(pick(ours, top, 1) - pick(theirs, top, 1)).max(axis=1),
+        kl=(np.exp(theirs) * (theirs - ours)).sum(axis=1),
+    )
+
+
+FILES = [
+    Tiny("qwen3moe", "Q4_K_M"),
+    Tiny("qwen3moe", "MXFP4_MOE", seed=1),
+    Tiny("qwen2moe", "Q8_0"),
+    Tiny("qwen3", "BF16", ("linear",)),
+    Tiny("qwen3", "Q5_K", ("tied",), seed=1),
+    Tiny("llama", "F16", ("experts",)),
+    Tiny("llama", "Q4_0", ("rope_freqs", "tied")),
+    Tiny("llama", "Q6_K", ("biases", "yarn")),
+    Tiny("qwen35moe", "Q4_K_M", n_layer=4),
+    Tiny("qwen35moe", "IQ4_XS", ("nextn", "fused"), n_layer=4),
+    Tiny("qwen35moe", "F16", n_layer=4),
+    Tiny("qwen35", "Q8_0", n_layer=5),
+]
+FILES += [Tiny(name, "Q4_K_M", n_head_kv=4) for name in ARCHITECTURES if name not in {m.architecture for m in FILES}]
+
+
+@pytest.mark.parametrize("m", FILES, ids=lambda m: m.name)
+def test_decoded_weights_agree_tightly(tmp_path: Path, m: Tiny) -> None:
+    found = compare(write(tmp_path / "m.gguf", m, tiny.as_f32(tiny.weights(m))), backend="reference")
+    assert found.difference.max() < TIGHT
+    assert (found.same | (found.gap < 2 * TIGHT)).all()
+
+
+@pytest.mark.parametrize("m", FILES, ids=lambda m: m.name)
+def test_file_agrees_within_llama_cpps_rounding(tmp_path: Path, m: Tiny) -> None:
+    found = compare(write(tmp_path / "m.gguf", m), backend="reference")
+    noise = found.difference.mean()
+    assert noise < NOISE.get(m.mix, NOISE_OTHER)
+    assert (found.same | (found.gap < 2 * noise)).all(), f"gaps {found.gap[~found.same]} against noise {noise}"
+
+
+def main() -> None:
+    """Prints the table of docs/numerics.md: `PYTHONPATH=tests python tests/models/test_oracle.py`."""
+    print("| file | float32: equal of 64 | largest, mean difference | own types: equal of 64 | gap where not ", end="")
+    print("| mean, 90 %, largest difference | mean KL |\n|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for m in FILES:
+            path, weights = Path(folder) / "m.gguf", tiny.weights(m)
+            a = compare(write(path, m, tiny.as_f32(weights)), backend="reference")
+            b = compare(write(path, m, weights), backend="reference")
+            gaps = ", ".join(f"{gap:.3f}" for gap in b.gap[~b.same])
+            print(
+                f"| {m.name} | {a.same.sum()} | {a.difference.max():.0e}, {a.difference.mean():.0e} | {b.same.sum()} "
+                f"| {gaps} | {b.difference.mean():.3f}, {np.quantile(b.difference, 0.9):.3f}, {b.difference.max():.3f} "
+                f"| {b.kl.mean():.1e} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
