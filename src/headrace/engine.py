@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -13,16 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends import open_device
-from .backends.base import Weight
+from .backends.base import Device, Weight
 from .chat import ChatTemplate
 from .config import Config
 from .errors import UserError
 from .generate import Piece, generate
-from .gguf import open_gguf
+from .gguf import File, open_gguf
 from .hostmem import HostMemory
 from .kvcache import KVCache
 from .models import load_program
-from .plan import make_plan
+from .plan import Plan, make_plan
+from .program import Program
 from .runner import Progress, Runner
 from .sampling import SamplingParams
 from .stats import Stats
@@ -43,23 +45,42 @@ def open_engine(
     path: str | Path | None = None, *, load_progress: LoadProgress | None = None, **config: Any
 ) -> "Engine":
     """Opens a GGUF model (None: the demo model); keywords are the fields of Config. Raises UserError on bad input."""
-    return Engine(path or demo_path(), Config.of(**config), load_progress)
+    return Engine(path, Config.of(**config), load_progress)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that is read and planned; nothing is loaded yet. Whoever takes it closes the device."""
+
+    file: File
+    program: Program
+    device: Device
+    plan: Plan
+
+
+def prepare(path: str | Path | None, config: Config) -> Prepared:
+    """Reads the file's directory, opens the device and plans; raises UserError on bad input."""
+    file = open_gguf(path or demo_path())
+    program = load_program(file)
+    device = open_device(config.backend, n_threads=config.n_threads)
+    try:
+        plan = make_plan(program, file.tensors, device.info, config, device.act_dtype)
+    except BaseException:
+        device.close()
+        raise
+    return Prepared(file, program, device, plan)
 
 
 class Engine:
     """A loaded model. Close it, or use it in a `with`; one thread at a time."""
 
-    def __init__(self, path: str | Path, config: Config, load_progress: LoadProgress | None = None) -> None:
+    def __init__(self, path: str | Path | None, config: Config, load_progress: LoadProgress | None = None) -> None:
         start_s = time.perf_counter()
         self.config, self.stats = config, Stats()
-        self.file = open_gguf(path)
-        self.program = load_program(self.file)
+        ready = prepare(path, config)
+        self.file, self.program, self.device, self.plan = ready.file, ready.program, ready.device, ready.plan
         self.spec = self.program.spec
-        self.device = open_device(config.backend, n_threads=config.n_threads)
         try:
-            self.plan = make_plan(
-                self.program, self.file.tensors, self.device.info, config, self.device.act_dtype
-            )  # fmt: skip
             self.host = HostMemory(self.file)
             weights = self._load(load_progress)
             streamed = {name: self.file.tensors[name] for name in self.plan.streamed}
