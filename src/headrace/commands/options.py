@@ -1,0 +1,94 @@
+"""Flags that several commands share. Those of the engine come from the fields of Config."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-m", "--model", metavar="FILE", type=Path, help="GGUF file, any shard (without: the demo model)"
+    )
+
+
+def add_config(parser: argparse.ArgumentParser, *, lists: bool = False) -> None:
+    """The fields of Config as flags; with `lists` each takes values separated by commas, and may be repeated."""
+    group = parser.add_argument_group("engine", "lists such as 512,2048 are tried in turn" if lists else None)
+    for f in dataclasses.fields(Config):
+        kind = type(f.default)
+        group.add_argument(
+            *f.metadata["flags"], dest=f.name, metavar="LIST" if lists else "N" if kind is int else "X",
+            type=list_of(kind) if lists else kind, default=argparse.SUPPRESS, action="extend" if lists else None,
+            help=_help(f),
+        )  # fmt: skip
+
+
+def _help(f: "dataclasses.Field[Any]") -> str:
+    choices = f.metadata["choices"]
+    text = f"{f.metadata['help']}: {', '.join(choices)}" if choices else f.metadata["help"]
+    return f"{text} (default {f.default})"
+
+
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The Config keywords that were given as flags."""
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(Config) if hasattr(args, f.name)}
+
+
+def list_of(kind: type) -> Callable[[str], list[Any]]:
+    """An argparse type: values separated by commas; integers also as ranges, see `_range`."""
+
+    def parse(text: str) -> list[Any]:
+        return [v for item in text.split(",") for v in (_range(item) if kind is int else [kind(item)])]
+
+    parse.__name__ = f"list of {kind.__name__}"
+    return parse
+
+
+def _range(text: str) -> list[int]:
+    """llama-bench's ranges: 7, 1-4, 128-512+128, 128-2048*2."""
+    first, dash, rest = text.partition("-") if not text.startswith("-") else (text, "", "")
+    if not dash:
+        return [int(first)]
+    for sign in "+*":
+        last, found, step_text = rest.partition(sign)
+        if found:
+            break
+    step = int(step_text) if found else 1
+    low, high, out = int(first), int(last), []
+    if low > high or step < 1 or (found and sign == "*" and (step < 2 or low < 1)):
+        raise ValueError(f"{text} is no range")
+    while low <= high:
+        out.append(low)
+        low = low * step if found and sign == "*" else low + step
+    return out
+
+
+@contextmanager
+def byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A function of (bytes done, bytes in all): a bar on a terminal, a few plain lines elsewhere; all on stderr."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+
+            def show(n_done: int, n_total: int) -> None:
+                bar.total = n_total
+                bar.update(n_done - bar.n)
+
+            yield show
+    else:
+        quarter = 0
+
+        def say(n_done: int, n_total: int) -> None:
+            nonlocal quarter
+            if n_total >= 1 << 30 and 4 * n_done >= (quarter + 1) * n_total:
+                quarter = 4 * n_done // n_total
+                print(f"{label}: {25 * quarter} %", file=sys.stderr)
+
+        yield say
