@@ -6,7 +6,6 @@ Exit status: 0 done, 1 a bug (with its traceback), 2 bad input, 130 Ctrl-C, 141 
 """
 
 import argparse
-import difflib
 import logging
 import os
 import sys
@@ -29,7 +28,7 @@ commands:
 
 examples:
   headrace run -p 'def fibonacci(n):' -n 64     the demo model continues a text
-  headrace run -m model.gguf --chat             talk with a model
+  headrace run -m model.gguf -i                 talk with a model
   headrace bench -m model.gguf -p 512 -n 128    how fast it reads and writes here
 
 `headrace COMMAND --help` explains a command and shows examples.
@@ -77,6 +76,8 @@ def dispatch(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         if name.startswith("-"):
             main_parser().parse_args(argv)
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
         raise UserError(f"no command {name!r}; {hint}")

@@ -13,7 +13,6 @@ examples:
 import argparse
 import itertools
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -155,6 +154,8 @@ def once(engine: "Engine", test: Test) -> tuple[float, int]:
 
 def test_row(test: Test, samples: list[tuple[float, int]]) -> dict[str, Any]:
     """llama-bench's columns of one test, and what crossed the link."""
+    import statistics
+
     seconds = [s for s, _ in samples]
     speeds = [(test.n_prompt + test.n_gen) / s for s in seconds]
     moved_bytes = statistics.mean(n for _, n in samples)
@@ -169,6 +170,8 @@ def test_row(test: Test, samples: list[tuple[float, int]]) -> dict[str, Any]:
 
 
 def deviation(values: list[float]) -> float:
+    import statistics
+
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

@@ -28,8 +28,8 @@ SHOWN = 4
 
 ROLES = {
     "next token": r"\.nextn\.", "routed experts": r"_exps\.|ffn_(gate|up|down)\.\d+\.",
-    "router": r"ffn_gate_inp\.|exp_probs_b", "shared expert": r"_shexp\.", "embedding": r"^token_embd|^per_layer_token_embd",
-    "output head": r"^output\.", "norms": r"norm",
+    "router": r"ffn_gate_inp\.|exp_probs_b", "shared expert": r"_shexp\.",
+    "embedding": r"^token_embd|^per_layer_token_embd", "output head": r"^output\.", "norms": r"norm",
     "recurrent": r"\.ssm_|\.time_mix|\.shortconv", "attention": r"\.attn_|\.indexer",
     "dense ffn": r"\.ffn_|\.channel_mix",
 }  # fmt: skip
@@ -65,8 +65,7 @@ def inspect(file: "File", pattern: re.Pattern[str], n_shown: int | None = SHOWN)
     tensors = [t for t in file.tensors.values() if pattern.search(t.name)]
     return {
         "file": str(file.path),
-        "shards": [str(p) for p in file.shards],
-        "version": file.version,
+        "shards": [{"path": str(s.path), "bytes": s.size_bytes} for s in file.shards],
         "architecture": file.architecture,
         "metadata": {k: value_of(v, n_shown) for k, v in file.metadata.items() if pattern.search(k)},
         "totals": totals(tensors),
@@ -129,9 +128,7 @@ def expert_layers(tensors: Iterable["TensorInfo"]) -> Iterator[dict[str, Any]]:
 
 def lines(report: Mapping[str, Any], *, tensors: bool) -> Iterator[str]:
     t, n_shards = report["totals"], len(report["shards"])
-    yield f"{report['file']}: GGUF {report['version']}, {report['architecture']}" + (
-        f", {n_shards} shards" if n_shards > 1 else ""
-    )
+    yield f"{report['file']}: {report['architecture']}" + (f", {n_shards} shards" if n_shards > 1 else "")
     yield (
         f"{t['tensors']} tensors, {t['parameters'] / 1e9:.2f} B parameters, {t['bytes'] / 2**30:.2f} GiB, "
         f"{t['bits_per_weight']:.2f} bits per weight"
@@ -147,7 +144,7 @@ def lines(report: Mapping[str, Any], *, tensors: bool) -> Iterator[str]:
             shard = f"  shard {x['shard']}" if n_shards > 1 else ""
             shape = " x ".join(map(str, x["shape"]))
             yield f"  {x['name']:{width}}  {shape:>22}  {x['type']:8} {x['bytes'] / MIB:10.2f} MiB{shard}"
-    for title in ("types", "roles"):
+    for title in ("types", "roles") if t["tensors"] else ():
         yield f"\n{title:16} {'tensors':>8} {'parameters':>16} {'MiB':>11} {'bits/weight':>12}"
         for name, g in report[title].items():
             mib, bits = g["bytes"] / MIB, g["bits_per_weight"]
@@ -159,17 +156,16 @@ def expert_lines(layers: list[dict[str, Any]]) -> Iterator[str]:
     """Layers with the same experts share a line."""
     if not layers:
         return
-    yield f"\nexperts          {'number':>8} {'MiB a layer':>16} {'MiB an expert':>15}  types"
+    yield f"\nexperts          {'number':>8} {'MiB a layer':>16} {'MiB an expert':>15}  types: layers"
     groups: dict[tuple[Any, ...], list[int]] = {}
     for x in layers:
         groups.setdefault((x["experts"], x["bytes"], tuple(x["types"].items())), []).append(x["layer"])
     for (n_expert, n_bytes, types), numbers in groups.items():
         kinds = ", ".join(f"{name} {kind}" for name, kind in types)
-        yield f"  layers {spans(numbers)}"
         mib = n_bytes / MIB
-        yield f"  {len(numbers):4} layers    {n_expert:8} {mib:16.1f} {mib / n_expert:15.2f}  {kinds}"
+        yield f"  {len(numbers):4} layers    {n_expert:8} {mib:16.1f} {mib / n_expert:15.2f}  {kinds}: {spans(numbers)}"
     n_bytes = sum(x["bytes"] for x in layers)
-    yield f"  all {len(layers)} layers: {n_bytes / 2**30:.2f} GiB of routed experts"
+    yield f"  {len(layers):4} in all    {n_bytes / 2**30:25.2f} GiB"
 
 
 def spans(numbers: list[int]) -> str:
@@ -188,6 +184,6 @@ def text_of(value: Any) -> str:
     if isinstance(value, dict):
         first = ", ".join(map(repr, value["first"]))
         return f"[{first}, ...] ({value['length']} elements)"
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else f"{value:.7g}" if isinstance(value, float) else repr(value)
     text = text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text
     return text if len(text) <= 100 or isinstance(value, list) else f"{text[:96]} ... ({len(text)} characters)"

@@ -66,7 +66,7 @@ def find_mix(name: str) -> Mix:
     if key in MIXES:
         return MIXES[key]
     if key in FILLABLE:
-        return Mix(GUESSED, key, "Q6_K", embedding="Q4_K" if key.startswith(("IQ", "TQ", "Q1")) else "")
+        return Mix(GUESSED, key, "Q6_K", embedding="Q4_K" if key.startswith(("IQ", "TQ")) else "")
     raise UserError(f"--type-mix {name}: known are {', '.join(dict.fromkeys([*MIXES, *FILLABLE]))}")
 
 
@@ -92,7 +92,7 @@ def tensor_types(shape: Shape, todo: Sequence[Entry], mix: Mix) -> Iterator[str]
 
 def _by_rule(shape: Shape, e: Entry, kind: str, mix: Mix, i_v: int, n_v: int) -> str:
     if kind == "output":
-        return mix.output if e.shape[-1] % TYPES[mix.output].block_size == 0 else "Q8_0"
+        return mix.output if e.shape[-1] % TYPES[mix.output].block == 0 else "Q8_0"
     if kind == "token_embd":
         return mix.embedding or mix.base
     if mix.experts and len(e.shape) == 3:
@@ -109,7 +109,7 @@ def _by_rule(shape: Shape, e: Entry, kind: str, mix: Mix, i_v: int, n_v: int) ->
 
 
 def _fits(name: str, width: int) -> str:
-    if width % TYPES[name].block_size == 0:
+    if width % TYPES[name].block == 0:
         return name
     name = FALLBACK.get(name, "F16")
-    return name if width % TYPES[name].block_size == 0 else "F16"
+    return name if width % TYPES[name].block == 0 else "F16"

@@ -164,10 +164,8 @@ def metadata(s: Shape) -> dict[str, Any]:
 
 
 def rope_sections(n_rot: int) -> list[int]:
-    """Pairs for time, height and width (64 rotated dimensions: 11, 11, 10) and a fourth that is 0."""
-    pairs = n_rot // 2
-    third = -(-pairs // 3)
-    return [third, third, pairs - 2 * third, 0]
+    """How many pairs count time, height and width, which take turns (64 dimensions: 11, 11, 10); a fourth is 0."""
+    return [-(-(n_rot // 2 - axis) // 3) for axis in range(3)] + [0]
 
 
 @dataclass(frozen=True)

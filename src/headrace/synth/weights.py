@@ -112,7 +112,7 @@ def hot_factor(n_expert: int, n_used: int, skew: float) -> float:
 # blocks
 
 FACTORS: dict[str, dict[int, float]] = {
-    "Q4_0": {0: 1}, "Q4_1": {0: 1, 2: -7.5}, "Q5_0": {0: 1}, "Q5_1": {0: 1, 2: -15.5}, "Q8_0": {0: 1}, "Q1_0": {0: 1},
+    "Q4_0": {0: 1}, "Q4_1": {0: 1, 2: -7.5}, "Q5_0": {0: 1}, "Q5_1": {0: 1, 2: -15.5}, "Q8_0": {0: 1},
     "Q2_K": {80: 1, 82: 1.5}, "Q3_K": {108: 1}, "Q4_K": {0: 1, 2: 7.5}, "Q5_K": {0: 1, 2: 15.5}, "Q6_K": {208: 1},
     "IQ1_S": {0: 1}, "IQ2_XXS": {0: 1}, "IQ2_XS": {0: 1}, "IQ2_S": {0: 1}, "IQ3_XXS": {0: 1}, "IQ3_S": {0: 1},
     "IQ4_NL": {0: 1}, "IQ4_XS": {0: 1}, "TQ1_0": {52: 1}, "TQ2_0": {64: 1},
@@ -182,7 +182,7 @@ def unit_blocks(kind: str, seed: int) -> tuple[Bytes, float]:
             size *= rng.choice([-1.0, 1.0], n)
         for offset, relative in FACTORS[kind].items():
             blocks[:, offset : offset + 2] = (size * relative).astype("<f2").view(np.uint8).reshape(n, 2)
-    return blocks, float(t.decode(blocks[:1024].reshape(-1)).std())
+    return blocks, float(t.decode(blocks[:1024]).std())
 
 
 def random_bits(kind: str, n: int, rng: np.random.Generator) -> Bytes:

@@ -3,7 +3,6 @@
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Little-endian, 64-bit lengths.
 """
 
-import math
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,8 +29,7 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        t = TYPES[self.type]
-        return math.prod(self.shape) // t.block_size * t.block_bytes
+        return TYPES[self.type].n_bytes(self.shape)
 
 
 def save(
