@@ -24,10 +24,7 @@ def markdown(varied: Sequence[str]) -> Emit:
         ("backend", 10, lambda r: r["backend"]),
         ("threads", 7, lambda r: str(r["n_threads"])),
     ]
-    names = {"n_threads": "threads"}
-    for field in varied:
-        if field not in names:
-            columns.append((field, max(len(field), 6), lambda r, field=field: str(r[field])))
+    columns += [(name, max(len(name), 6), column(name)) for name in varied if name != "n_threads"]
     columns += [
         ("test", 15, lambda r: r["test"]),
         ("t/s", 20, lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}"),
@@ -54,6 +51,10 @@ def markdown(varied: Sequence[str]) -> Emit:
         print("| " + " | ".join(cells) + " |", flush=True)
 
     return emit
+
+
+def column(name: str) -> Callable[[Row], str]:
+    return lambda row: str(row[name])
 
 
 def size_text(n_bytes: float) -> str:

@@ -24,7 +24,7 @@ def add_config(parser: argparse.ArgumentParser, *, lists: bool = False) -> None:
         kind = type(f.default)
         group.add_argument(
             *f.metadata["flags"], dest=f.name, metavar="LIST" if lists else "N" if kind is int else "X",
-            type=list_of(kind) if lists else kind, default=argparse.SUPPRESS, action="extend" if lists else None,
+            type=list_of(kind) if lists else kind, default=argparse.SUPPRESS, action="extend" if lists else "store",
             help=_help(f),
         )  # fmt: skip
 

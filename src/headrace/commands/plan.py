@@ -47,8 +47,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe(spec: "ModelSpec") -> Iterator[str]:
+    from ..spec import MoeSpec
+
     yield f"model       {spec.name} ({spec.architecture}), {spec.n_layer} layers, {spec.n_vocab} tokens"
-    experts = {(m.n_expert_used, m.n_expert, m.n_ff_exp) for m in spec.ffn if hasattr(m, "n_expert")}
+    experts = {(m.n_expert_used, m.n_expert, m.n_ff_exp) for m in spec.ffn if isinstance(m, MoeSpec)}
     for n_used, n_expert, width in sorted(experts):
         yield f"experts     {n_used} of {n_expert} per token and layer, width {width}"
 

@@ -98,7 +98,7 @@ def read_prompt(args: argparse.Namespace) -> str | None:
         return sys.stdin.read()
     if args.prompt is None and not args.interactive:
         raise UserError("run needs a prompt: -p TEXT, -f FILE, or -i to talk")
-    return args.prompt
+    return str(args.prompt) if args.prompt is not None else None
 
 
 def messages(system: str | None, question: str) -> list[dict[str, str]]:

@@ -15,9 +15,13 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from .options import byte_progress
+
+if TYPE_CHECKING:
+    from ..synth.writer import Tensor
 
 HELP = "write a random-weight GGUF file with the shape of a named model"
 
@@ -60,13 +64,14 @@ def run(args: argparse.Namespace) -> None:
     shape = find_shape(args.shape, **{key: getattr(args, key) for key in SIZES if hasattr(args, key)})
     _, tensors, _ = model(shape, args.type_mix)
     n_total = sum(t.n_bytes for t in tensors)
+    if not args.dry_run:
+        if args.output is None:
+            raise UserError("synth needs -o FILE, the file to write")
+        if args.output.exists() and not args.force:
+            raise UserError(f"-o {args.output} exists; -f replaces it")
     print(f"{shape.name}: {describe(tensors)}", file=sys.stderr)
     if args.dry_run:
         return
-    if args.output is None:
-        raise UserError("synth needs -o FILE, the file to write")
-    if args.output.exists() and not args.force:
-        raise UserError(f"-o {args.output} exists; -f replaces it")
     start_s, n_done = time.perf_counter(), 0
     with byte_progress(f"writing {args.output.name}") as show:
 
@@ -84,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def describe(tensors: list) -> str:  # type: ignore[type-arg]
+def describe(tensors: "list[Tensor]") -> str:
     """Size, parameters, and how many tensors of each type."""
     from collections import Counter
     from math import prod

@@ -3,6 +3,7 @@
 Sizes are those of the public GGUF files; names, shapes and keys are what llama.cpp's loaders ask for.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,17 +80,17 @@ TRAITS = {
     "gpt-oss": Traits(qkv_bias=True, ffn_norm="post_attention_norm", oai=True),
 }
 
-_QWEN3 = {"head_dim": 128, "n_vocab": 151936, "n_ctx": 40960, "freq_base": 1e6}
-_QWEN35 = {
+_QWEN3: dict[str, Any] = {"head_dim": 128, "n_vocab": 151936, "n_ctx": 40960, "freq_base": 1e6}
+_QWEN35: dict[str, Any] = {
     "head_dim": 256, "n_vocab": 248320, "n_ctx": 262144, "freq_base": 1e7, "n_rot": 64, "interval": 4, "pre": "qwen35",
 }  # fmt: skip
-_OSS = {
+_OSS: dict[str, Any] = {
     "arch": "gpt-oss", "n_embd": 2880, "n_head": 64, "n_head_kv": 8, "head_dim": 64, "n_vocab": 201088,
     "n_ctx": 131072, "n_ff": 2880, "n_ff_exp": 2880, "n_expert_used": 4, "freq_base": 150000.0, "eps": 1e-5,
     "pre": "gpt-4o", "mix": "MXFP4_MOE",
 }  # fmt: skip
 _TINY: dict[str, Any] = {"n_embd": 256, "n_head": 8, "n_head_kv": 2, "head_dim": 64, "n_vocab": 1024, "n_ctx": 4096}
-_TINY_MOE = {"n_expert": 16, "n_expert_used": 4}
+_TINY_MOE: dict[str, Any] = {"n_expert": 16, "n_expert_used": 4}
 
 # fmt: off
 SHAPES = {s.name: s for s in (
@@ -128,7 +129,7 @@ SHAPES = {s.name: s for s in (
 # fmt: on
 
 
-def find_shape(name: str, **changes: int) -> Shape:
+def find_shape(name: str, **changes: Any) -> Shape:
     """The named shape (case does not matter) with some sizes changed; UserError if there is none."""
     found = {key.lower(): shape for key, shape in SHAPES.items()}.get(name.lower())
     if found is None:
@@ -193,7 +194,7 @@ def entries(s: Shape) -> Iterator[Entry]:
 
 def _residual_gain(s: Shape) -> float:
     """Blocks that add to the residual stream are made small, so that all of them together add about its own size."""
-    return 2.0 / (2 * s.n_layer) ** 0.5
+    return 2.0 / math.sqrt(2 * s.n_layer)
 
 
 def _attention(s: Shape) -> Iterator[Entry]:

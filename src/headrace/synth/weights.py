@@ -45,7 +45,7 @@ def tile(blocks: Bytes, flip: Bytes, n_bytes: int, rng: np.random.Generator) -> 
     i, j = int(rng.integers(len(blocks))), int(rng.integers(len(flip)))
     while n_left:
         n = min(n_left, len(blocks) - i, len(flip) - j)
-        yield memoryview(blocks[i : i + n] ^ flip[j : j + n]).cast("B")
+        yield (blocks[i : i + n] ^ flip[j : j + n]).reshape(-1).data
         i, j, n_left = (i + n) % len(blocks), (j + n) % len(flip), n_left - n
 
 
