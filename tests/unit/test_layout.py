@@ -21,7 +21,7 @@ LAYERS = [
     {"runner"},
     {"generate"},
     {"engine", "synth"},
-    {"commands"},
+    {"commands", "__main__"},
 ]
 """A module may import from its own row and the rows above; packages stand for all their modules."""
 PURE = {"spec", "program", "plan", "schedule", "config", "errors", "stats", "sampling"}
