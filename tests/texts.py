@@ -42,7 +42,7 @@ I can eat glass 🙂👍🏽👩‍👩‍👧 🇩🇪 ✅ → ∑∫ ≤ ½ ²
 def f(x: int = 0) -> str:\n    '''It's 'quoted' text'''\n    return f"{x:>10}" + 'don\\'t' if x else None\n\n\n
 https://example.org/a_b-c?d=e&f=%20#g user@example.com C:\\dir\\file.txt ~/.bashrc $HOME `ls -la | grep x`
 <|im_start|>user\nHello<|im_end|>\n<s>[INST] hi [/INST]</s> <|endoftext|> <tool_call>{"name": "x"}</tool_call>
-""".encode().decode("utf-8")
+"""
 SPECIAL_TOKENS = (
     ("<s>", CONTROL), ("</s>", CONTROL), ("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<|endoftext|>", NORMAL),
     ("<tool_call>", USER_DEFINED), ("</tool_call>", USER_DEFINED), ("<tool_call>{", USER_DEFINED),
@@ -52,8 +52,8 @@ PIECES = [
     " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u2028", "\u0085", "\v", "'", "'s", "'S", "'ll",
     "'RE", "'ſ", "1", "12", "123", "1234567", "٣", "Ⅷ", "½", "a", "A", "aB", "Ab", "é", "É", "ñ", "ß", "e\u0301",
     "\u0301", "ा", "д", "Д", "ω", "中", "文", "、", "。", "ひ", "カ", "ー", "한", "ㄱ", "！", "“", "”", "…", "—",
-    ".", ",", "!", "?", "!!", "...", "/", "//", "_", "-", "(", ")", "[", "]", "{", "}", "<", ">", "=", "+", "$", "^", "~", "|", "`",
-    "#", "@", "&", "%", "\\", '"', ";", ":", "*", "€", "∑", "🙂", "👩‍👩‍👧", "\u200b", "\u200d", "\ufeff",
+    ".", ",", "!", "?", "!!", "...", "/", "//", "_", "-", "(", ")", "[", "]", "{", "}", "<", ">", "=", "+", "$", "^", "~", "|",
+    "`", "#", "@", "&", "%", "\\", '"', ";", ":", "*", "€", "∑", "🙂", "👩‍👩‍👧", "\u200b", "\u200d", "\ufeff",
     "\x00", "\x1f", "\x7f",
     "<|im_start|>", "<|im_end|>", "<s>", "<tool_call>", "<|endoftext|>", "  \t", "IMGIMGABZ", "<sentinel:3>", "▁", "▁▁",
     "ｱ", "ก", "က", "ᄀ", "⽊", "豈", "𐐀", "𝒜", "𠀀", "ǅ", "ʰ", "ª", "\ue000",
