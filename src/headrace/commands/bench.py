@@ -198,10 +198,13 @@ def plan_row(engine: "Engine") -> dict[str, Any]:
     """What was decided where the wish said auto."""
     from collections import Counter
 
-    plan = engine.plan
+    from ..backends import AUTO
+
+    plan, config = engine.plan, engine.config
     layouts = Counter(p.layout for p in plan.placements.values())
     return {
-        "backend": plan.device.kind, "device": plan.device.name, "n_threads": plan.device.n_threads,
+        "backend": AUTO if config.backend == "auto" else config.backend, "device": plan.device.name,
+        "n_threads": config.n_threads or n_cores(),
         "n_ctx": plan.n_ctx, "n_ubatch": plan.n_ubatch, "n_window": plan.n_window, "schedule": plan.schedule,
         "repack": "on" if layouts["interleaved"] else "off", "device_bytes": plan.device_bytes,
         "load_s": engine.stats.load_s,
@@ -216,9 +219,16 @@ def machine() -> dict[str, Any]:
     from .. import __version__
 
     return {
-        "version": __version__, "build_commit": commit(), "cpu_info": cpu_name(), "n_cpu": os.cpu_count(),
+        "version": __version__, "build_commit": commit(), "cpu_info": cpu_name(), "n_cpu": os.cpu_count() or 0,
         "os": platform.platform(), "python": platform.python_version(),
     }  # fmt: skip
+
+
+def n_cores() -> int:
+    """The cores that this process may use."""
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:

@@ -32,6 +32,7 @@ SAMPLING: tuple[tuple[tuple[str, ...], str, type, str], ...] = (
     (("--top-k",), "top_k", int, "only the K likeliest tokens (0: all)"),
     (("--top-p",), "top_p", float, "only the likeliest tokens that together reach P (1: all)"),
     (("--min-p",), "min_p", float, "only tokens at least P times as likely as the likeliest (0: all)"),
+    (("--typical",), "typical_p", float, "only tokens about as likely as expected, that together reach P (1: all)"),
     (("--repeat-penalty",), "repeat_penalty", float, "makes recent tokens less likely (1: off)"),
     (("--repeat-last-n",), "repeat_last_n", int, "how many tokens count as recent"),
     (("--presence-penalty",), "presence_penalty", float, "lowers tokens that occurred recently (0: off)"),
