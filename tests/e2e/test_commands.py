@@ -17,7 +17,7 @@ from headrace import __version__
 from headrace.commands import COMMANDS, main, module_of
 from headrace.commands import bench as bench_command
 from headrace.commands.options import list_of
-from headrace.synth import find_shape, synthesize
+from headrace.synth import find_shape, synthesize, writer
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +281,25 @@ def test_ctrl_c_ends_with_130(tiny: Path) -> None:
         p.send_signal(signal.SIGINT)
         p.communicate(timeout=60)
         assert p.returncode == 130
+
+
+def test_inspect_reads_split_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any shard stands for the set."""
+    for i in range(2):
+        split = {"split.no": i, "split.count": 2, "split.tensors.count": 2}
+        tensor = writer.Tensor(f"blk.{i}.ffn_up_exps.weight", (4, 8, 32), "Q8_0")
+        writer.save(
+            tmp_path / f"m-0000{i + 1}-of-00002.gguf",
+            {"general.architecture": "some-new-one", **split} if i == 0 else split,
+            [tensor], lambda t: [memoryview(bytes(t.n_bytes))],
+        )  # fmt: skip
+    assert main(["inspect", str(tmp_path / "m-00002-of-00002.gguf"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["architecture"] == "some-new-one" and len(report["shards"]) == 2
+    assert [(t["name"], t["shard"]) for t in report["tensors"]] == [
+        ("blk.0.ffn_up_exps.weight", 0),
+        ("blk.1.ffn_up_exps.weight", 1),
+    ]
+    assert [x["bytes_per_expert"] for x in report["experts"]] == [8 * 34, 8 * 34]
+    assert main(["inspect", str(tmp_path / "m-00001-of-00002.gguf"), "-t"]) == 0
+    assert "2 shards" in capsys.readouterr().out

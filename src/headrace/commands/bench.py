@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import UserError
-from .options import add_config, byte_progress, config_of, list_of
+from .options import add_config, config_of, list_of, progress
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -82,12 +82,14 @@ def run(args: argparse.Namespace) -> None:
     if not tests:
         raise UserError("nothing to measure: -p, -n or -pg must ask for some tokens")
     grid = config_of(args)
+    n_ctx = max(t.n_depth + t.n_prompt + t.n_gen for t in tests)
+    configs = [{"n_ctx": n_ctx} | dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+    for config in configs:
+        Config.of(**config)  # a bad value is told before anything runs
     emit = printer(args.output, [name for name, values in grid.items() if len(values) > 1 or name in SHOWN])
     command, done = shlex.join(["headrace", "bench", *sys.argv[2:]]), False
     for model in args.model or [None]:
-        for values in itertools.product(*grid.values()):
-            config = dict(zip(grid, values))
-            config.setdefault("n_ctx", max(t.n_depth + t.n_prompt + t.n_gen for t in tests))
+        for config in configs:
             for row in measure(model, config, tests, args, command):
                 emit(row)
                 done = True
@@ -115,7 +117,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     from .. import open as open_model
 
-    with byte_progress("loading") as show:
+    with progress("loading") as show:
         engine = open_model(model, load_progress=show, **config)
     with engine:
         about = {

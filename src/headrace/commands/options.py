@@ -70,12 +70,15 @@ def _range(text: str) -> list[int]:
 
 
 @contextmanager
-def byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A function of (bytes done, bytes in all): a bar on a terminal, a few plain lines elsewhere; all on stderr."""
+def progress(label: str, unit: str = "B", *, least: int = 1 << 30) -> Iterator[Callable[[int, int], None]]:
+    """A function of (done, in all) that shows them on stderr.
+
+    On a terminal it is a bar; elsewhere a line for every quarter, if there are at least `least` units in all.
+    """
     if sys.stderr.isatty():
         from tqdm import tqdm
 
-        with tqdm(desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+        with tqdm(desc=label, unit=unit, unit_scale=True, leave=False, file=sys.stderr) as bar:
 
             def show(n_done: int, n_total: int) -> None:
                 bar.total = n_total
@@ -87,7 +90,7 @@ def byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
         def say(n_done: int, n_total: int) -> None:
             nonlocal quarter
-            if n_total >= 1 << 30 and 4 * n_done >= (quarter + 1) * n_total:
+            if n_total >= least and 4 * n_done >= (quarter + 1) * n_total:
                 quarter = 4 * n_done // n_total
                 print(f"{label}: {25 * quarter} %", file=sys.stderr)
 

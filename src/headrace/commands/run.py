@@ -11,17 +11,18 @@ examples:
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from .options import add_config, add_model, byte_progress, config_of
+from .options import add_config, add_model, config_of, progress
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..generate import Piece
     from ..sampling import SamplingParams
     from ..stats import Stats
 
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         field: getattr(args, f"sampling_{field}") for _, field, _, _ in SAMPLING if hasattr(args, f"sampling_{field}")
     }
     sampling = SamplingParams(**given)
-    with progress("loading", args.quiet) as show:
+    with quietly("loading", "B", args.quiet) as show:
         engine = open_model(args.model, load_progress=show, **config_of(args))
     with engine:
         if args.interactive:
@@ -107,12 +108,13 @@ def messages(system: str | None, question: str) -> list[dict[str, str]]:
     return [*start, {"role": "user", "content": question}]
 
 
-@contextmanager
-def progress(label: str, quiet: bool) -> Iterator[Any]:
+@contextlib.contextmanager
+def quietly(label: str, unit: str, quiet: bool) -> Iterator[Any]:
+    """`progress`, or None that shows nothing."""
     if quiet:
         yield None
     else:
-        with byte_progress(label) as show:
+        with progress(label, unit) as show:
             yield show
 
 
@@ -120,25 +122,33 @@ def answer(engine: "Engine", prompt: str, args: argparse.Namespace, sampling: "S
     """Streams the continuation to stdout; (its text, whether Ctrl-C ended it). Speeds follow on stderr."""
     parts: list[str] = []
     stats, stopped = None, False
-    pieces = engine.generate(
-        prompt, n_predict=args.n_predict, sampling=sampling, parse_special=args.chat or args.interactive
-    )
     try:
-        for piece in pieces:
+        for piece in pieces_of(engine, prompt, args, sampling):
             stats = piece.stats
             parts.append(piece.text)
             sys.stdout.write(piece.text)
             sys.stdout.flush()
     except KeyboardInterrupt:
         stopped = True
-    finally:
-        pieces.close()  # type: ignore[attr-defined]
     if parts:
         sys.stdout.write("\n")
     sys.stdout.flush()
     if stats is not None and not args.quiet:
         print(speeds(stats), file=sys.stderr)
     return "".join(parts), stopped
+
+
+def pieces_of(engine: "Engine", prompt: str, args: argparse.Namespace, sampling: "SamplingParams") -> "Iterator[Piece]":
+    """The engine's pieces, with a bar while the prompt is read."""
+    with quietly("reading", "tok", args.quiet) as show:
+        pieces = engine.generate(
+            prompt, n_predict=args.n_predict, sampling=sampling, progress=show,
+            parse_special=args.chat or args.interactive,
+        )  # fmt: skip
+        first = next(pieces, None)
+    if first is not None:
+        yield first
+        yield from pieces
 
 
 def speeds(s: "Stats") -> str:
@@ -167,7 +177,11 @@ def talk(engine: "Engine", args: argparse.Namespace, sampling: "SamplingParams",
 
 
 def ask() -> str:
-    """A line from the user; the prompt sign goes to stderr, so that stdout holds answers only."""
+    """A line from the user, with history on a terminal; the sign `>` is on stderr where stdout goes elsewhere."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with contextlib.suppress(ImportError):  # Windows has no readline, and edits lines by itself
+            import readline  # noqa: F401
+        return input("> ")
     print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from .options import byte_progress
+from .options import progress
 
 if TYPE_CHECKING:
     from ..synth.writer import Tensor
@@ -73,15 +73,15 @@ def run(args: argparse.Namespace) -> None:
     if args.dry_run:
         return
     start_s, n_done = time.perf_counter(), 0
-    with byte_progress(f"writing {args.output.name}") as show:
+    with progress(f"writing {args.output.name}") as show:
 
-        def progress(n_bytes: int) -> None:
+        def count(n_bytes: int) -> None:
             nonlocal n_done
             n_done += n_bytes
             show(n_done, n_total)
 
         n_bytes = synthesize(
-            args.output, shape, args.type_mix, seed=args.seed, router_skew=args.router_skew, progress=progress
+            args.output, shape, args.type_mix, seed=args.seed, router_skew=args.router_skew, progress=count
         )
     seconds = time.perf_counter() - start_s
     print(
