@@ -20,7 +20,7 @@ from .config import Config
 from .errors import UserError
 from .generate import Piece, generate
 from .gguf import File, open_gguf
-from .hostmem import HostMemory
+from .hostmem import HostMemory, lockable_bytes
 from .kvcache import KVCache
 from .models import load_program
 from .plan import Plan, make_plan
@@ -87,6 +87,8 @@ class Engine:
             self.stream = ExpertStream(
                 self.device, self.program, streamed, self.plan.n_slots, self.plan.slot_bytes, weights, self.host.bytes
             )
+            if streamed:
+                self.device.pin(self.host.ranges(streamed.values()), lockable_bytes())
             self.cache = KVCache(
                 self.device, self.spec, self.plan.n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v
             )

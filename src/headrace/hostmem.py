@@ -6,6 +6,10 @@ uploaded or repacked) are given back with `drop`.
 
 import mmap
 import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +18,46 @@ from .errors import UserError
 from .gguf import File, TensorInfo
 
 PAGE_BYTES = mmap.PAGESIZE
+RESERVE_BYTES = 1 << 30
+
+
+def available_bytes() -> int:
+    """RAM that this process may still use: the system's available memory, or less if its cgroup says so."""
+    found = []
+    with suppress(OSError, ValueError):
+        meminfo = Path("/proc/meminfo").read_text()
+        found.append(int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024)
+    with suppress(OSError, ValueError):
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
+        found.append(max(0, limit - used))
+    return min(found) if found else os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
+
+
+def lockable_bytes() -> int:
+    """What may be page-locked: the available RAM less a reserve of a tenth, at least 1 GiB, for everything else."""
+    available = available_bytes()
+    return max(0, available - max(RESERVE_BYTES, available // 10))
+
+
+@dataclass(frozen=True)
+class MappedRange:
+    """A page-aligned range of a mapped shard: what a device may page-lock, or read with pread at `offset_bytes`."""
+
+    path: Path
+    offset_bytes: int
+    address: int
+    n_bytes: int
+
+
+def merge_pages(spans: Iterable[tuple[int, int]], page_bytes: int) -> list[tuple[int, int]]:
+    """Byte ranges widened to whole pages, sorted, and merged where they touch or overlap."""
+    out: list[tuple[int, int]] = []
+    for a, b in sorted((a // page_bytes * page_bytes, -(-b // page_bytes) * page_bytes) for a, b in spans):
+        if out and a <= out[-1][1]:
+            out[-1] = (out[-1][0], max(b, out[-1][1]))
+        else:
+            out.append((a, b))
+    return out
 
 
 class HostMemory:
@@ -34,6 +78,20 @@ class HostMemory:
     def bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
         """The tensor's bytes, uint8 [n_bytes], read-only."""
         return np.frombuffer(self._maps[info.shard], np.uint8, info.n_bytes, info.offset_bytes)
+
+    def ranges(self, infos: Iterable[TensorInfo], piece_bytes: int = 1 << 30) -> list[MappedRange]:
+        """The pages that hold the given tensors, merged where they touch, in pieces of at most piece_bytes."""
+        out = []
+        for shard, path in enumerate(s.path for s in self.file.shards):
+            spans = [(t.offset_bytes, t.offset_bytes + t.n_bytes) for t in infos if t.shard == shard]
+            if not spans:
+                continue
+            base = np.frombuffer(self._maps[shard], np.uint8, 1).ctypes.data
+            for start, stop in merge_pages(spans, PAGE_BYTES):
+                stop = min(stop, -(-self.file.shards[shard].size_bytes // PAGE_BYTES) * PAGE_BYTES)
+                for a in range(start, stop, piece_bytes):
+                    out.append(MappedRange(path, a, base + a, min(piece_bytes, stop - a)))
+        return out
 
     def drop(self, info: TensorInfo) -> None:
         """Gives the whole pages of a tensor back to the system; reading them again reads the file again."""

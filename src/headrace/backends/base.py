@@ -19,6 +19,7 @@ from ..spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 
 if TYPE_CHECKING:
     from ..gguf import TensorInfo
+    from ..hostmem import MappedRange
 
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "u8": 1}
 
@@ -127,7 +128,7 @@ class Ops(Protocol):
         """out = x / sqrt(mean(x^2) + eps) * weight over the last axis; [..., n], weight [n]; out may be x."""
 
     def l2_norm(self, out: Tensor, x: Tensor, eps: float) -> None:
-        """out = x / max(sqrt(sum(x^2)), eps) over the last axis (`ggml_l2_norm`)."""
+        """out = x / sqrt(sum(x^2) + eps) over the last axis."""
 
     def linear(self, out: Tensor, x: Tensor, w: Weight, bias: Weight | None = None, *, add: bool = False) -> None:
         """out [T, n_out] = x [T, n_in] @ w[n_out, n_in]^T (+ bias), added to what out holds if `add`.
@@ -202,6 +203,8 @@ class DeviceInfo:
     flops: float = 0.0
     copies_async: bool = False
     """Has copies that run beside compute, and events: what lookahead needs."""
+    repack_types: frozenset[str] = frozenset()
+    """Tensor types that it computes faster from the "interleaved" layout (CPU)."""
 
 
 class Device(Protocol):
@@ -225,6 +228,9 @@ class Device(Protocol):
 
     def view(self, info: "TensorInfo", slot: Tensor) -> Weight:
         """The weight whose bytes lie, or will lie, at the start of a slot (uint8 [n])."""
+
+    def pin(self, ranges: "list[MappedRange]", budget_bytes: int) -> None:
+        """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy."""
 
     def upload(self, dst: Tensor, src: NDArray[Any]) -> None:
         """Host to device on the compute queue, without waiting; `src` may be reused on return."""

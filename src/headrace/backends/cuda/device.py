@@ -5,6 +5,7 @@ Under TRITON_INTERPRET=1 the same code runs on the CPU with float16 activations,
 
 import logging
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 
 from ...errors import UserError
 from ...gguf import TensorInfo
+from ...hostmem import MappedRange
 from ..base import DeviceInfo
+from .hostcopy import HostCopier
 from .ops import CudaOps
 from .tiles import Tiles
 
@@ -65,11 +68,15 @@ class CudaQueue:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
+        self.host: HostCopier | None = None
 
     def here(self) -> Any:
         return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
     def copy(self, dst: torch.Tensor, src: Any) -> None:
+        if self.host and isinstance(src, np.ndarray):
+            self.host.copy(dst.data_ptr(), src.ctypes.data, src.nbytes, self.stream.cuda_stream)
+            return
         source = src if isinstance(src, torch.Tensor) else torch.from_numpy(src)
         with self.here():
             dst.copy_(source, non_blocking=True)
@@ -131,6 +138,12 @@ class CudaDevice:
     def view(self, info: TensorInfo, slot: torch.Tensor) -> CudaWeight:
         return CudaWeight(info, slot)
 
+    def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None:
+        """Page-locks mapped ranges within a budget, so that the copy queue reads them by DMA; the rest is staged."""
+        if self.copy.stream:
+            direct = False
+            self.copy.host = HostCopier(ranges, budget_bytes, max(1, (os.cpu_count() or 2) - 2), direct)
+
     def upload(self, dst: torch.Tensor, src: NDArray[Any]) -> None:
         source = torch.from_numpy(np.ascontiguousarray(src))
         with self.compute.here():
@@ -170,3 +183,6 @@ class CudaDevice:
         self.compute.synchronize()
         self.copy.synchronize()
         self.graphs.clear()
+        if self.copy.host:
+            self.copy.host.close()
+            self.copy.host = None

@@ -11,7 +11,7 @@ import triton
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
 from . import attention, deltanet, experts, gemm, router, rows
-from .decoders import DECODERS, decode_block
+from .decoders import DECODERS, TABLES, decode_block
 from .dequant import dequant_kernel
 from .tiles import Tiles, pick
 
@@ -55,7 +55,10 @@ class CudaOps:
         )  # fmt: skip
 
     def lut(self, name: str) -> Tensor:
-        return self.tables.setdefault("none", torch.zeros(1, dtype=torch.int32, device=self.where))
+        """The type's lookup table, int32 (a lone 0 if it needs none)."""
+        if name not in self.tables:
+            self.tables[name] = torch.tensor(TABLES.get(name, (0,)), dtype=torch.int32, device=self.where)
+        return self.tables[name]
 
     def rms_norm(self, out: Tensor, x: Tensor, weight: Any, eps: float) -> None:
         self._norm(out, x, weight.floats() if weight else None, eps, l2=False)
