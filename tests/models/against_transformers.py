@@ -92,7 +92,7 @@ def model(m: Tiny) -> Any:
         vocab_size=N_VOCAB, hidden_size=m.n_embd, num_hidden_layers=m.n_layer, num_attention_heads=m.n_head,
         num_key_value_heads=m.n_head_kv, head_dim=m.head_dim, intermediate_size=m.n_ff_exp if m.architecture == "olmoe"
         else n_ff, num_experts=m.n_expert, num_local_experts=m.n_expert, num_experts_per_tok=m.n_expert_used,
-        moe_intermediate_size=m.n_ff_exp, shared_expert_intermediate_size=m.n_ff_shexp, rms_norm_eps=1e-6,
+        moe_intermediate_size=m.n_ff_exp, shared_expert_intermediate_size=m.n_ff_shexp, rms_norm_eps=1e-3,
         norm_topk_prob=m.architecture == "qwen3moe", tie_word_embeddings=False, max_position_embeddings=m.n_ctx,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
         pad_token_id=None, bos_token_id=None, eos_token_id=None,

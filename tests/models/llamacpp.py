@@ -19,7 +19,7 @@ def greedy(
     """
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel = str(path), 512, 1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # more would spin
     params.warmup = params.fit_params = params.ui = False
     params.verbosity = 0
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from headrace.gguf import open_gguf
 
 import headrace
 from headrace.errors import UserError
+from headrace.gguf import open_gguf
 from headrace.models import ARCHITECTURES, load_program
 from headrace.program import Program, arena_bytes
 from models import tiny

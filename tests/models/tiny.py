@@ -76,7 +76,7 @@ def metadata(m: Tiny) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "context_length": m.n_ctx, "embedding_length": m.n_embd, "block_count": m.n_layer,
         "feed_forward_length": m.n_ff, "attention.head_count": m.n_head, "attention.head_count_kv": m.n_head_kv,
-        "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
+        "attention.layer_norm_rms_epsilon": 1e-3, "rope.freq_base": 10000.0,
     }  # fmt: skip
     if m.architecture.startswith("qwen3"):
         keys |= {"attention.key_length": m.head_dim, "attention.value_length": m.head_dim}
@@ -96,7 +96,7 @@ def metadata(m: Tiny) -> dict[str, Any]:
             "ssm.inner_size": 256, "full_attention_interval": 4,
         }  # fmt: skip
     if m.has("yarn"):
-        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 4096}
     if m.has("linear"):
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": 2.5}
     if m.has("nextn"):

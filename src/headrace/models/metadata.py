@@ -89,7 +89,8 @@ class Metadata:
         return n
 
     def rope(self, head_dim: int, *, interleaved: bool = False) -> RopeSpec:
-        """llama.cpp's reading of the rope keys: a factor without a type is linear, a factor of 0 is none."""
+        """llama.cpp's reading of the rope keys: a factor without a type is linear, a factor of 0 is none. YaRN's betas
+        are honoured wherever a file has them; llama.cpp does so for a few architectures."""
         n_rot = self.size("rope.dimension_count", head_dim)
         if n_rot > head_dim or n_rot % 2:
             raise self.error(f"{self.prefix}rope.dimension_count = {n_rot} does not fit heads of width {head_dim}")
