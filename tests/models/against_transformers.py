@@ -92,7 +92,7 @@ def model(m: Tiny) -> Any:
         vocab_size=N_VOCAB, hidden_size=m.n_embd, num_hidden_layers=m.n_layer, num_attention_heads=m.n_head,
         num_key_value_heads=m.n_head_kv, head_dim=m.head_dim, intermediate_size=m.n_ff_exp if m.architecture == "olmoe"
         else n_ff, num_experts=m.n_expert, num_local_experts=m.n_expert, num_experts_per_tok=m.n_expert_used,
-        moe_intermediate_size=m.n_ff_exp, shared_expert_intermediate_size=m.n_ff_shexp, rms_norm_eps=1e-3,
+        moe_intermediate_size=m.n_ff_exp, shared_expert_intermediate_size=m.n_ff_shexp, rms_norm_eps=1e-6,
         norm_topk_prob=m.architecture == "qwen3moe", tie_word_embeddings=False, max_position_embeddings=m.n_ctx,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
         pad_token_id=None, bos_token_id=None, eos_token_id=None,
@@ -114,7 +114,7 @@ def main() -> None:
         with torch.no_grad():
             theirs = model(m)(torch.tensor([ids])).logits[0].numpy()
         with tempfile.TemporaryDirectory() as folder:
-            path = write(Path(folder) / "m.gguf", m)
+            path = write(Path(folder) / "m.gguf", m, attention__layer_norm_rms_epsilon=1e-6)  # fixed in the delta net
             _, llama_cpp = greedy(path, ids, 1, N_VOCAB)
             last = theirs[-1] - np.logaddexp.reduce(theirs[-1])
             with headrace.open(path, backend="reference", cache_type_k="f32", cache_type_v="f32") as engine:

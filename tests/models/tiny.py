@@ -29,6 +29,8 @@ SCALE_FIELDS = {
 }  # fmt: skip
 """Offsets of the float16 scale (and minimum) in a block, for the types that the `gguf` package cannot encode."""
 
+ENCODED = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "TQ1_0", "TQ2_0")
+"""The types that it can."""
 MIDDLE = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 """Middle of the quants where a minimum is subtracted."""
 
