@@ -13,6 +13,7 @@ from .metadata import Metadata
 
 ARCHITECTURES = {
     "llama": "llama",
+    "olmoe": "olmoe",
     "qwen2moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen35": "qwen35",
