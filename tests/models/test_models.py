@@ -45,6 +45,41 @@ def test_program_names_every_tensor(tmp_path: Path, m: Tiny) -> None:
     assert arena_bytes(program, 7, 3, "f32") > 7 * m.n_embd * 4  # a dry run on shapes alone
 
 
+def test_early_qwen2moe_files_name_one_width(tmp_path: Path) -> None:
+    m = Tiny("qwen2moe", n_ff=768, n_ff_shexp=768, n_expert_used=3, n_ff_exp=256)
+    late = load(write(tmp_path / "m.gguf", m))
+    absent = {"expert_feed_forward_length": None, "expert_shared_feed_forward_length": None}
+    assert load(write(tmp_path / "m.gguf", m, **absent)) == late
+
+
+def test_recurrent_layers_by_list_or_by_interval(tmp_path: Path) -> None:
+    m = Tiny("qwen35moe", n_layer=4)
+    by_interval = load(write(tmp_path / "m.gguf", m))
+    by_default = load(write(tmp_path / "m.gguf", m, full_attention_interval=None))
+    flags = [True, True, True, False]
+    by_list = load(write(tmp_path / "m.gguf", m, full_attention_interval=9, attention__recurrent_layers=flags))
+    assert by_interval == by_default == by_list
+    assert [d is not None for d in by_list.spec.delta_net] == flags
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling", "factor"),
+    [
+        ({}, "none", 1.0),
+        ({"rope__scaling__factor": 4.0}, "linear", 4.0),
+        ({"rope__scale_linear": 2.0}, "linear", 2.0),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, "none", 4.0),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "yarn", 4.0),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 0.0}, "none", 1.0),
+    ],
+)
+def test_rope_scaling_keys(tmp_path: Path, keys: dict[str, Any], scaling: str, factor: float) -> None:
+    spec = load(write(tmp_path / "m.gguf", MODELS[0], weights_of(MODELS[0]), **keys)).spec
+    assert spec.attention[0] is not None
+    rope = spec.attention[0].rope
+    assert (rope.scaling, rope.factor, rope.n_ctx_original) == (scaling, factor, MODELS[0].n_ctx)
+
+
 # bad files
 
 ABSURD: list[tuple[Tiny, dict[str, Any], str]] = [
