@@ -25,6 +25,8 @@ SNIPPETS = """\
 The quick brown fox can't jump; it's 12,345.67 km away, they'RE sure, I'LL go and we'Ve 1000000 reasons (or 3).
 Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Straße, ÄPFEL, naïve café, Éire, ŒUVRE.
 Ça n'est pas l'été où j'ai vu l'œuvre d'À-côté; qu'importe «l'hiver» ?
+Türkiye'deki we'llness 'secret' o'double'sided I'mage 'realm' d'Très 'vest' 'told 'mine.
+Table:  12   345    6789  0.5		77 a1b22c333d4444 x  y   z
 El pingüino Wenceslao hizo kilómetros bajo exhaustiva lluvia. ¿Cuánto? ¡Mañana!
 Съешь же ещё этих мягких французских булок, да выпей чаю. ЁЛКА №5, 2024 год.
 Ξεσκεπάζω την ψυχοφθόρα βδελυγμία. ΑΛΦΑ, βήτα· 100€.
@@ -52,9 +54,9 @@ PIECES = [
     " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u2028", "\u0085", "\v", "'", "'s", "'S", "'ll",
     "'RE", "'ſ", "1", "12", "123", "1234567", "٣", "Ⅷ", "½", "a", "A", "aB", "Ab", "é", "É", "ñ", "ß", "e\u0301",
     "\u0301", "ा", "д", "Д", "ω", "中", "文", "、", "。", "ひ", "カ", "ー", "한", "ㄱ", "！", "“", "”", "…", "—",
-    ".", ",", "!", "?", "!!", "...", "/", "//", "_", "-", "(", ")", "[", "]", "{", "}", "<", ">", "=", "+", "$", "^", "~", "|",
-    "`", "#", "@", "&", "%", "\\", '"', ";", ":", "*", "€", "∑", "🙂", "👩‍👩‍👧", "\u200b", "\u200d", "\ufeff",
-    "\x00", "\x1f", "\x7f",
+    ".", ",", "!", "?", "!!", "...", "/", "//", "_", "-", "(", ")", "[", "]", "{", "}", "<", ">", "=", "+", "$", "^",
+    "~", "|", "`", "#", "@", "&", "%", "\\", '"', ";", ":", "*", "€", "∑", "🙂", "👩‍👩‍👧", "\u200b", "\u200d",
+    "\ufeff", "\x00", "\x1f", "\x7f",
     "<|im_start|>", "<|im_end|>", "<s>", "<tool_call>", "<|endoftext|>", "  \t", "IMGIMGABZ", "<sentinel:3>", "▁", "▁▁",
     "ｱ", "ก", "က", "ᄀ", "⽊", "豈", "𐐀", "𝒜", "𠀀", "ǅ", "ʰ", "ª", "\ue000",
 ]  # fmt: skip
@@ -79,7 +81,7 @@ def library_text(n_chars: int) -> str:
 
 
 def texts(n: int, seed: int = 0) -> list[str]:
-    """`n` texts: multilingual lines, library code, glued odd pieces and random characters, reproducible by seed."""
+    """`n` texts: multilingual lines and cuts of them, library code, glued odd pieces, random characters; by seed."""
     rng = random.Random(seed)
     lines, code = SNIPPETS.splitlines(keepends=True), library_text(400_000)
 
@@ -99,7 +101,8 @@ def texts(n: int, seed: int = 0) -> list[str]:
         return "".join(rng.choice(letters() if rng.random() < 0.5 else PIECES) for _ in range(rng.randrange(1, 20)))
 
     makers = (snippet, source, glued, noise)
-    return ["", " ", "\n", "a", *(makers[i % 4]() for i in range(n - 4))]
+    start = ["", " ", "\n", "a", *lines]
+    return start + [makers[i % 4]() for i in range(n - len(start))]
 
 
 @cache
@@ -110,18 +113,18 @@ def bpe_vocabulary(n_merges: int = 3000) -> tuple[list[str], list[int], list[str
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rng = random.Random(7)
-    lines = [s for line in SNIPPETS.splitlines(keepends=True) for s in [line] * 6]
-    lines += ["".join(rng.choices(PIECES, k=8)) for _ in range(3000)] + library_text(100_000).splitlines(keepends=True)
+    lines = SNIPPETS.splitlines(keepends=True) * 6 + library_text(100_000).splitlines(keepends=True)
+    lines += ["".join(rng.choices(PIECES, k=8)) for _ in range(3000)]
+    lines = [line for line in lines if not any(text in line for text, _ in SPECIAL_TOKENS)]
     trainer = trainers.BpeTrainer(
         vocab_size=256 + n_merges, initial_alphabet=sorted(BYTE_OF), show_progress=False, min_frequency=2
     )
     engine.train_from_iterator(lines, trainer)
     model = json.loads(engine.to_str())["model"]
     plain = sorted(model["vocab"], key=model["vocab"].get)
-    special = [t for t in SPECIAL_TOKENS if t[0] not in model["vocab"]]
-    tokens = plain + [text for text, _ in special]
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    return tokens, [NORMAL] * len(plain) + [kind for _, kind in special], merges
+    tokens = plain + [text for text, _ in SPECIAL_TOKENS]
+    merges = [" ".join(pair) for pair in model["merges"]]
+    return tokens, [NORMAL] * len(plain) + [kind for _, kind in SPECIAL_TOKENS], merges
 
 
 def pair_vocabulary() -> tuple[list[str], list[int], list[str]]:
