@@ -165,7 +165,7 @@ def expert_lines(layers: list[dict[str, Any]]) -> Iterator[str]:
         mib = n_bytes / MIB
         yield f"  {len(numbers):4} layers    {n_expert:8} {mib:16.1f} {mib / n_expert:15.2f}  {kinds}: {spans(numbers)}"
     n_bytes = sum(x["bytes"] for x in layers)
-    yield f"  {len(layers):4} in all    {n_bytes / 2**30:25.2f} GiB"
+    yield f"  {len(layers):4} in all    {n_bytes / MIB:25.1f}"
 
 
 def spans(numbers: list[int]) -> str:
