@@ -10,10 +10,12 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import IntFlag
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .errors import UserError
 from .pretokenizers import PreTokenizer, pre_tokenizer
@@ -24,22 +26,10 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 C_WHITESPACE = " \t\n\v\f\r"
 
 
-class Attr(IntFlag):
-    """What a token is; the GGUF types plus what its text gives away."""
-
-    UNDEFINED = 0
-    UNKNOWN = 1
-    UNUSED = 2
-    NORMAL = 4
-    CONTROL = 8
-    USER_DEFINED = 16
-    BYTE = 32
-
-
-SPECIAL = Attr.CONTROL | Attr.UNKNOWN
-GGUF_TYPES = (
-    Attr.UNDEFINED, Attr.NORMAL, Attr.UNKNOWN, Attr.CONTROL, Attr.USER_DEFINED, Attr.UNUSED, Attr.BYTE,
-)  # fmt: skip
+UNDEFINED, UNKNOWN, UNUSED, NORMAL, CONTROL, USER_DEFINED, BYTE = 0, 1, 2, 4, 8, 16, 32
+"""What a token is, as bits: the file's type plus what the text gives away. Plain numbers: an enum costs 1 s here."""
+SPECIAL = CONTROL | UNKNOWN
+OF_GGUF_TYPE = np.asarray([UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE], np.uint8)
 
 END_OF_GENERATION = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
@@ -212,16 +202,15 @@ class Tokenizer:
     """
 
     def __init__(
-        self, tokens: list[str], ids: dict[str, int], attrs: list[Attr], merger: _Merger, flags: "_Flags",
+        self, tokens: list[str], ids: dict[str, int], attrs: NDArray[np.uint8], merger: _Merger, flags: "_Flags",
         eog_ids: frozenset[int], source: str,
     ) -> None:  # fmt: skip
         self.source, self.n_vocab, self.eog_ids = source, len(tokens), eog_ids
         self.bos_id, self.eos_id, self.add_bos, self.add_eos = flags.bos_id, flags.eos_id, flags.add_bos, flags.add_eos
         self._tokens, self._ids, self._attrs, self._merger, self._flags = tokens, ids, attrs, merger, flags
         found = [
-            _Special(tokens[i], i, bool(a & SPECIAL), i in flags.eats_spaces)
-            for i, a in enumerate(attrs)
-            if a & (SPECIAL | Attr.USER_DEFINED)
+            _Special(tokens[i], i, self.is_special(i), i in flags.eats_spaces)
+            for i in np.flatnonzero(attrs & (SPECIAL | USER_DEFINED)).tolist()
         ]
         # the longest first over the whole text, not the leftmost: llama.cpp's order
         self._specials = sorted(found, key=lambda s: -len(s.text.encode()))
@@ -250,7 +239,7 @@ class Tokenizer:
         """Text of tokens, bytes that are no UTF-8 as U+FFFD; the space that `encode` put in front is removed again."""
         kept = [i for i in ids if not (skip_special and self.is_special(i))]
         data = b"".join(map(self.token_bytes, kept))
-        if self._flags.space_prefix and kept and not self._attrs[kept[0]] & (SPECIAL | Attr.USER_DEFINED):
+        if self._flags.space_prefix and kept and not self._attrs[kept[0]] & (SPECIAL | USER_DEFINED):
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
 
@@ -265,13 +254,13 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; a special token's are its text, an unused one has none."""
         text, attr = self._tokens[self._checked(token)], self._attrs[token]
-        if attr & (SPECIAL | Attr.USER_DEFINED):
+        if attr & (SPECIAL | USER_DEFINED):
             return text.encode()
-        if attr & Attr.NORMAL:
+        if attr & NORMAL:
             if self._flags.byte_level:
                 return b"".join(bytes((BYTE_OF[c],)) if c in BYTE_OF else c.encode() for c in text)
             return text.replace(SPACE, " ").encode()
-        if attr & Attr.BYTE:
+        if attr & BYTE:
             return bytes((int(text[3:5], 16),))
         return b""
 
@@ -373,11 +362,11 @@ def load_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     if len(ids) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
         raise UserError(f"{source}: {KEY}tokens has {twice!r} twice")
-    types = data.array("token_type", int)
-    if types is not None and len(types) < len(tokens):
+    types = np.asarray(data.array("token_type", int) or [1] * len(tokens))
+    if len(types) < len(tokens):
         raise UserError(f"{source}: {KEY}token_type has {len(types)} entries for {len(tokens)} tokens")
-    known = dict(enumerate(GGUF_TYPES))
-    attrs = [known.get(t, Attr.UNDEFINED) for t in types] if types else [Attr.NORMAL] * len(tokens)
+    known = (types >= 0) & (types < len(OF_GGUF_TYPE))
+    attrs = OF_GGUF_TYPE[np.where(known, types, 0)[: len(tokens)]]
 
     if model == "llama":
         merger: _Merger
@@ -395,7 +384,7 @@ def load_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         merger = _ByteLevel(ids, merges or [], pre, source)
         byte_level, add_bos, bos, eos, prefix = not pre.raw_utf8, pre.add_bos, None, None, False
 
-    for i in (i for i, attr in enumerate(attrs) if attr is Attr.BYTE):
+    for i in np.flatnonzero(attrs == BYTE).tolist():
         if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", tokens[i]):
             raise UserError(f"{source}: byte token {i} is {tokens[i]!r}, not <0x00> to <0xFF>")
     eog_ids = _end_of_generation(data, tokens, ids, attrs, eos)
@@ -417,17 +406,17 @@ def _pre_name(metadata: Mapping[str, Any], source: str) -> str:
     return "default"
 
 
-def _eats_spaces(metadata: Mapping[str, Any], ids: dict[str, int], attrs: list[Attr]) -> frozenset[int]:
+def _eats_spaces(metadata: Mapping[str, Any], ids: dict[str, int], attrs: NDArray[np.uint8]) -> frozenset[int]:
     """Special tokens behind which white space disappears: phi-3's, known by the model's name alone."""
     name = str(metadata.get("general.name", "")).lower()
     if "phi-3" not in name and "phi3" not in name:
         return frozenset()
-    found = {i for i, attr in enumerate(attrs) if attr & (SPECIAL | Attr.USER_DEFINED)}
-    return frozenset(found - {ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")})
+    found = np.flatnonzero(attrs & (SPECIAL | USER_DEFINED)).tolist()
+    return frozenset(found) - frozenset(ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>"))
 
 
 def _end_of_generation(
-    data: _Metadata, tokens: list[str], ids: dict[str, int], attrs: list[Attr], eos: int | None
+    data: _Metadata, tokens: list[str], ids: dict[str, int], attrs: NDArray[np.uint8], eos: int | None
 ) -> frozenset[int]:
     """Tokens at which generation ends, as llama.cpp collects them; corrects `attrs` of tokens known by their text."""
     found = set()
@@ -435,16 +424,16 @@ def _end_of_generation(
         token = data.token(name, len(tokens))
         if token is None and (by_text := [ids[text] for text in texts if text in ids]):
             token = by_text[0]
-            attrs[token] |= Attr.CONTROL
+            attrs[token] |= CONTROL
         if token is not None and name in ("fim_pad", "fim_rep", "fim_sep"):
             found.add(token)
     for text in END_OF_GENERATION:
         if text in ids:
             found.add(ids[text])
-            attrs[ids[text]] |= Attr.CONTROL
+            attrs[ids[text]] |= CONTROL
     for text in ALWAYS_TEXT:
         if text in ids:
-            attrs[ids[text]] = Attr.USER_DEFINED
+            attrs[ids[text]] = USER_DEFINED
     named = (data.token(name, len(tokens), eos if name == "eos" else None) for name in ("eos", "eot", "eom"))
     found |= {token for token in named if token is not None}
     texts_found = {tokens[i] for i in found}
@@ -452,9 +441,9 @@ def _end_of_generation(
     calls = texts_found & {"<|call|>", "<|calls|>"}
     if calls and "<|end|>" in texts_found and texts_found & {"<|return|>", "<|flush|>"}:
         found.discard(ids["<|end|>"])
-        attrs[ids["<|end|>"]] = Attr.USER_DEFINED
+        attrs[ids["<|end|>"]] = USER_DEFINED
     # gemma4 has </s> as plain text
     if {"<|tool_response>", "</s>"} <= texts_found:
         found.discard(ids["</s>"])
-        attrs[ids["</s>"]] = Attr.NORMAL
+        attrs[ids["</s>"]] = NORMAL
     return frozenset(found)
