@@ -35,9 +35,16 @@ class Batch:
 
 
 class StateBuffer:
-    """Device memory for any Batch up to the stated sizes."""
+    """Device memory for any Batch up to the stated sizes, and for all batches of a window.
 
-    def __init__(self, device: Device, n_tokens: int, n_seq: int, n_block: int, n_out: int, page: int) -> None:
+    A window's batches are sent in one copy before its uploads begin: on a GPU a small copy queued later would wait
+    behind them in the copy engine (measured: 516 instead of 380 ms for 8192 tokens). `select` then moves one of them
+    to the place that recorded work reads.
+    """
+
+    def __init__(
+        self, device: Device, n_tokens: int, n_seq: int, n_block: int, n_out: int, page: int, n_batches: int
+    ) -> None:  # fmt: skip
         self.device, self.n_block, self.page = device, n_block, page
         sizes = {
             "token_ids": n_tokens, "positions": n_tokens, "kv_slots": n_tokens, "seq_start": n_seq + 1,
@@ -47,14 +54,25 @@ class StateBuffer:
         for name, size in sizes.items():
             self.offsets[name] = end
             end += -(-size // 64) * 64  # each field starts on a 256-byte border
-        self.host = np.zeros(end, np.int32)
-        self.buffer = device.alloc((end,), "i32")
+        self.host = np.zeros((n_batches, end), np.int32)
+        self.staged = device.alloc((n_batches, end), "i32")
+        self.buffer = device.alloc((end,), "i32") if n_batches > 1 else self.staged.reshape(end)
+        self.selected = -1
 
-    def upload(self, batch: Batch) -> None:
-        for name, offset in self.offsets.items():
-            values = getattr(batch, name)
-            self.host[offset : offset + values.size] = values.ravel()
-        self.device.upload(self.buffer, self.host)
+    def stage(self, batches: list[Batch]) -> None:
+        """Sends the batches of a window."""
+        for row, batch in zip(self.host, batches):
+            for name, offset in self.offsets.items():
+                values = getattr(batch, name)
+                row[offset : offset + values.size] = values.ravel()
+        self.device.upload(self.staged[: len(batches)], self.host[: len(batches)])
+        self.selected = -1
+
+    def select(self, i: int) -> None:
+        """Makes batch i of the window the one that `view` shows."""
+        if i != self.selected and len(self.host) > 1:
+            self.device.compute.copy(self.buffer, self.staged[i])
+        self.selected = i
 
     def set_out_rows(self, rows: Ints) -> None:
         start = self.offsets["out_rows"]

@@ -38,7 +38,7 @@ class Runner:
         self.program, self.plan, self.device, self.cache, self.stream = program, plan, device, cache, stream
         spec, n = program.spec, plan.n_ubatch
         self.arena = device.arena(plan.arena_bytes)
-        self.state = StateBuffer(device, n, plan.n_seq_max, cache.n_block, n, PAGE)
+        self.state = StateBuffer(device, n, plan.n_seq_max, cache.n_block, n, PAGE, -(-plan.n_window // n))
         self.x = device.alloc((n, spec.n_embd), "f32")
         self.hidden = device.alloc((plan.n_window, spec.n_embd), "f32") if plan.n_window > n else None
         self.logits = device.alloc((plan.n_out, spec.n_vocab), "f32")
@@ -106,6 +106,7 @@ class Runner:
         logits: list[Logits] = []
         n_done = 0
         ends = np.cumsum([b.n_tokens for b in batches])
+        self.state.stage(batches)
         with self.stream.pass_():
             for order in schedule(self.program, self.stream.streamed, self.stream.n_slots, len(batches)):
                 match order:
@@ -116,6 +117,7 @@ class Runner:
                     case Release(step):
                         self.stream.release(self.program.steps[step])
                     case Compute(first, stop, u):
+                        self.state.select(u)
                         logits += self._compute(first, stop, batches[u], int(ends[u]) - batches[u].n_tokens)
                         if progress:
                             n_done += batches[u].n_tokens * (stop - first)
@@ -125,7 +127,6 @@ class Runner:
     def _compute(self, first: int, stop: int, batch: Batch, offset: int) -> list[Logits]:
         """Steps first..stop for one micro-batch, whose hidden states start at `offset` of the window."""
         x, n = self.x[: batch.n_tokens], batch.n_tokens
-        self.state.upload(batch)
         if self.hidden is not None and first:
             self.device.compute.copy(x, self.hidden[offset : offset + n])
         self._steps(first, min(stop, self.n_body), batch, 0)

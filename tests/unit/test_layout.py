@@ -13,9 +13,9 @@ ROOT = SRC.parents[1]
 LAYERS = [
     {"errors", "env", "stats", "config"},
     {"quants"},
-    {"gguf", "spec"},
+    {"gguf", "spec", "hostmem"},
     {"backends.base"},
-    {"hostmem", "batch", "program", "sampling", "tokenizer", "pretokenizers", "chat", "kvcache"},
+    {"batch", "program", "sampling", "tokenizer", "pretokenizers", "chat", "kvcache"},
     {"blocks", "schedule", "plan", "stream"},
     {"models", "backends"},
     {"runner"},

@@ -25,7 +25,7 @@ def norm_kernel(
     v = tl.load(_row_pointer(x, rows, n_inner, x_outer, x_inner)[:, None] + k, mask=mask, other=0.0).to(tl.float32)
     total = tl.sum(v * v, 1)[:, None]
     if L2:
-        y = v / tl.maximum(tl.sqrt_rn(total), eps)
+        y = v / tl.sqrt_rn(total + eps)
     else:
         y = v * (1.0 / tl.sqrt_rn(total / n + eps))
     if HAS_WEIGHT:

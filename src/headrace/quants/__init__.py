@@ -1,0 +1,119 @@
+"""GGUF's tensor types: block sizes and a numpy decoder each. This is the definition that every backend is held to.
+
+To add a type add one row to TABLE, a decoder here, and one decoder per backend.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import codebook_types as iq
+from . import scalar_types as scalar
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """One type: `block` weights in `block_bytes` bytes; `decode` turns uint8 [n, block_bytes] into float32 [n, block].
+
+    `scales` lists the byte offsets of a block's float16 scales (and minima); `id` is ggml's number.
+    """
+
+    name: str
+    id: int
+    block: int
+    block_bytes: int
+    decode: Callable[[Bytes], Floats] = field(repr=False)
+    scales: tuple[int, ...] = ()
+
+    def row_bytes(self, n: int) -> int:
+        assert n % self.block == 0, f"{n} weights do not divide into {self.name} blocks of {self.block}"
+        return n // self.block * self.block_bytes
+
+    def n_bytes(self, shape: tuple[int, ...]) -> int:
+        return self.row_bytes(math.prod(shape))
+
+
+# sizes and ids: ggml.h, ggml-common.h
+TABLE = (
+    TensorType("F32", 0, 1, 4, scalar.f32),
+    TensorType("F16", 1, 1, 2, scalar.f16),
+    TensorType("BF16", 30, 1, 2, scalar.bf16),
+    TensorType("Q4_0", 2, 32, 18, scalar.q4_0, (0,)),
+    TensorType("Q4_1", 3, 32, 20, scalar.q4_1, (0, 2)),
+    TensorType("Q5_0", 6, 32, 22, scalar.q5_0, (0,)),
+    TensorType("Q5_1", 7, 32, 24, scalar.q5_1, (0, 2)),
+    TensorType("Q8_0", 8, 32, 34, scalar.q8_0, (0,)),
+    TensorType("Q2_K", 10, 256, 84, scalar.q2_k, (80, 82)),
+    TensorType("Q3_K", 11, 256, 110, scalar.q3_k, (108,)),
+    TensorType("Q4_K", 12, 256, 144, scalar.q4_k, (0, 2)),
+    TensorType("Q5_K", 13, 256, 176, scalar.q5_k, (0, 2)),
+    TensorType("Q6_K", 14, 256, 210, scalar.q6_k, (208,)),
+    TensorType("IQ2_XXS", 16, 256, 66, iq.iq2_xxs, (0,)),
+    TensorType("IQ2_XS", 17, 256, 74, iq.iq2_xs, (0,)),
+    TensorType("IQ3_XXS", 18, 256, 98, iq.iq3_xxs, (0,)),
+    TensorType("IQ1_S", 19, 256, 50, iq.iq1_s, (0,)),
+    TensorType("IQ4_NL", 20, 32, 18, iq.iq4_nl, (0,)),
+    TensorType("IQ3_S", 21, 256, 110, iq.iq3_s, (0,)),
+    TensorType("IQ2_S", 22, 256, 82, iq.iq2_s, (0,)),
+    TensorType("IQ4_XS", 23, 256, 136, iq.iq4_xs, (0,)),
+    TensorType("IQ1_M", 29, 256, 56, iq.iq1_m),
+    TensorType("TQ1_0", 34, 256, 54, scalar.tq1_0, (52,)),
+    TensorType("TQ2_0", 35, 256, 66, scalar.tq2_0, (64,)),
+    TensorType("MXFP4", 39, 32, 17, scalar.mxfp4),
+    TensorType("NVFP4", 40, 64, 36, scalar.nvfp4),
+    TensorType("Q1_0", 41, 128, 18, scalar.q1_0, (0,)),
+)
+TYPES = {t.name: t for t in TABLE}
+BY_ID = {t.id: t for t in TABLE}
+
+
+def dequantize(raw: Bytes, type: TensorType, shape: tuple[int, ...]) -> Floats:
+    """Decodes a tensor's bytes, uint8 [n_bytes], to float32 of the given shape."""
+    blocks = np.ascontiguousarray(raw).reshape(-1, type.block_bytes)
+    return np.asarray(type.decode(blocks), np.float32).reshape(shape)
+
+
+def quantize(values: NDArray[Any], type: TensorType) -> Bytes:
+    """Encodes float values, uint8 [n_bytes]; for F32, F16, BF16, Q8_0 and Q4_0, rounded as ggml does."""
+    encode = {
+        "F32": scalar.to_f32,
+        "F16": scalar.to_f16,
+        "BF16": scalar.to_bf16,
+        "Q8_0": scalar.to_q8_0,
+        "Q4_0": scalar.to_q4_0,
+    }
+    assert type.name in encode, f"there is no encoder for {type.name}"
+    return encode[type.name](np.ascontiguousarray(values, np.float32).reshape(-1, type.block)).reshape(-1)
+
+
+def random_blocks(type: TensorType, n_blocks: int, rng: np.random.Generator, scale: float) -> Bytes:
+    """Random valid blocks, uint8 [n_blocks, block_bytes], whose weights have a standard deviation of about `scale`.
+
+    All bits are random but the scales; weights that a minimum is subtracted from are centred on zero.
+    """
+    if type.name in ("F32", "F16", "BF16"):
+        return quantize(rng.standard_normal((n_blocks, 1)).astype(np.float32) * scale, type).reshape(n_blocks, -1)
+    blocks = rng.integers(0, 256, (n_blocks, type.block_bytes), np.uint8)
+    if type.name == "TQ2_0":  # 2-bit quants are 0 to 2
+        blocks ^= (blocks & (blocks >> 1) & np.uint8(0x55)) << np.uint8(1)
+    unit, spread = _UNITS[type.name]
+    d = (scale / spread * rng.uniform(0.7, 1.3, n_blocks)).astype(np.float32)
+    scalar.set_scales(blocks, type.name, type.scales, d, unit)
+    return blocks
+
+
+# name: (minimum per scale, standard deviation of random bits at scale 1)
+_UNITS = {
+    "Q4_0": (0.0, 4.6), "Q4_1": (-7.5, 4.6), "Q5_0": (0.0, 9.2), "Q5_1": (-15.5, 9.2), "Q8_0": (0.0, 74.0),
+    "Q2_K": (1.5, 15.0), "Q3_K": (0.0, 43.0), "Q4_K": (7.5, 262.0), "Q5_K": (15.5, 541.0), "Q6_K": (0.0, 1370.0),
+    "IQ2_XXS": (0.0, 54.0), "IQ2_XS": (0.0, 53.0), "IQ3_XXS": (0.0, 140.0), "IQ1_S": (0.0, 7.2), "IQ4_NL": (0.0, 70.0),
+    "IQ3_S": (0.0, 160.0), "IQ2_S": (0.0, 53.0), "IQ4_XS": (0.0, 1300.0), "IQ1_M": (0.0, 7.2), "TQ1_0": (0.0, 0.82),
+    "TQ2_0": (0.0, 1.0), "MXFP4": (0.0, 6.25), "NVFP4": (0.0, 9.1), "Q1_0": (0.0, 1.0),
+}  # fmt: skip
