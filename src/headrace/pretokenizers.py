@@ -88,7 +88,7 @@ FAMILIES: tuple[tuple[str, PreTokenizer], ...] = (
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True),
     ),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", PreTokenizer((LLAMA3,))),
+    ("dbrx smaug-bpe glm4 glm5 chatglm-bpe", PreTokenizer((LLAMA3,))),
     (
         "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
         PreTokenizer((QWEN2,)),
@@ -137,6 +137,15 @@ FAMILIES: tuple[tuple[str, PreTokenizer], ...] = (
         "spark2_5",
         PreTokenizer(
             (r"\p{N}{1,3}", KANA_KANJI, rf"{DEEPSEEK3_WORD}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{SPACES}", r"\p{N}"),
+        ),
+    ),
+    (
+        "k2-horizon",
+        PreTokenizer(
+            (
+                rf"{CONTRACTION}|'ſ|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}\x{{200c}}\x{{200d}}]+|\p{{N}}{{1,3}}"
+                rf"|{SYMBOLS}|{LINES}|{SPACES}",
+            )
         ),
     ),
     (

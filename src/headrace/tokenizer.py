@@ -35,6 +35,7 @@ END_OF_GENERATION = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<|ifm|im_end|>",
 )  # fmt: skip
 """Texts that end a turn or a text in some family; llama.cpp stops at every one that a vocabulary has."""
 
@@ -124,7 +125,8 @@ class _SentencePiece:
         text = (SPACE if self._prefix and after_special else "") + text.replace(" ", SPACE)
         if self._words is None:
             return self._merge(text)
-        return [token for word in self._words.findall(text) for token in self._word(word)]
+        words = self._words.findall(text)
+        return [token for word in words for token in (self._word(word) if len(word) < 64 else self._merge(word))]
 
     def _merge(self, text: str) -> tuple[int, ...]:
         ids, scores = self._ids, self._scores

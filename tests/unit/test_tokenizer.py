@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import texts
 from headrace.errors import UserError
+from headrace.gguf import open_gguf
 from headrace.pretokenizers import FAMILIES, PRE_TOKENIZERS
 from headrace.tokenizer import BYTE_OF, SPACE, Tokenizer, load_tokenizer
 from texts import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, LlamaTokenizer, metadata_of, write_model
@@ -211,6 +212,17 @@ def test_metadata_may_be_lazy() -> None:
             assert load_tokenizer(lazy, "m").encode("def f(x): 中文", parse_special=True) == wanted
         numbers = {k: np.asarray(v) for k, v in lists.items() if not isinstance(v[0], str)}
         assert load_tokenizer({**metadata, **numbers}, "m").encode("def f(x): 中文", parse_special=True) == wanted
+
+
+def test_a_file_gives_the_same(tmp_path: Path) -> None:
+    """Through the reader, whose arrays are lazy: strings and numbers."""
+    for metadata in (bpe(), spm()):
+        write_model(tmp_path / "m.gguf", metadata)
+        read = load_tokenizer(open_gguf(tmp_path / "m.gguf").metadata, "m.gguf")
+        made = load_tokenizer(metadata, "m.gguf")
+        assert read.eog_ids == made.eog_ids
+        for text in texts.texts(100, seed=3):
+            assert read.encode(text, parse_special=True) == made.encode(text, parse_special=True)
 
 
 def with_texts(*tokens: str, kind: int = CONTROL, **more: Any) -> Tokenizer:
