@@ -1,0 +1,184 @@
+"""The recurrent layers: short causal convolution, and the gated delta rule token by token.
+
+Columns of a head's state S [k_dim, v_dim] never meet, so the threads share (sequence, head, strip of columns). A strip
+of 32 columns is kept in L1 while its tokens pass: S is read twice and written once a token.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .floats import fast, sigmoid, silu
+from .native import copy, f32, i32, i64, inner, op, put_f32
+from .rowops import CHUNK, zero
+from .team import barrier, share, take
+from .tiles import F32, I64, LANES, VECTOR, fma, load, spread, step, store
+
+STRIP = 32
+
+
+@fast
+def _product(out, x, y, n):
+    for i in range(n):
+        put_f32(out, i, f32(x, i) * f32(y, i))
+
+
+@fast
+def _add_product(out, x, y, n):
+    for i in range(n):
+        put_f32(out, i, f32(out, i) + f32(x, i) * f32(y, i))
+
+
+@fast
+def _silu(x, n):
+    for i in range(n):
+        put_f32(x, i, silu(f32(x, i)))
+
+
+@op
+def conv1d(tid, team, a):
+    """S, channels, taps | out, s0 | x, s0 | weight float32 [taps, channels] | conv | slots, positions, seq_start"""
+    n_seq, n, taps, out, out0, x, x0 = i64(a, 0), i64(a, 1), i64(a, 2), i64(a, 3), i64(a, 4), i64(a, 5), i64(a, 6)
+    weight, conv, slots, positions, seq_start = i64(a, 7), i64(a, 8), i64(a, 9), i64(a, 10), i64(a, 11)
+    pieces = (n + CHUNK - 1) // CHUNK
+    first, last = share(tid, team, n_seq * pieces)
+    for unit in range(first, last):
+        s, column = unit // pieces, unit % pieces * CHUNK
+        m, begin, end = min(CHUNK, n - column), i32(seq_start, s), i32(seq_start, s + 1)
+        history = conv + 4 * (i32(slots, s) * (taps - 1) * n + column)
+        if begin < end and i32(positions, begin) == 0:
+            for i in range(taps - 1):
+                zero(history + 4 * i * n, m)
+        for t in range(begin, end):
+            target = out + t * out0 + 4 * column
+            for i in range(taps):
+                back = t - begin - (taps - 1) + i  # tokens after the first
+                source = x + (begin + back) * x0 + 4 * column if back >= 0 else history + 4 * (taps - 1 + back) * n
+                w = weight + 4 * (i * n + column)
+                if i:
+                    _add_product(target, source, w, m)
+                else:
+                    _product(target, source, w, m)
+            _silu(target, m)
+        for i in range(taps - 1):
+            back = end - begin - (taps - 1) + i
+            source = x + (begin + back) * x0 + 4 * column if back >= 0 else history + 4 * (taps - 1 + back) * n
+            if end > begin:
+                copy(history + 4 * i * n, source, 4 * m)
+
+
+@intrinsic
+def _delta_step(tyctx, s, s_row, n, k, q, v, decay, rate, scale, out):
+    """One token for 16 columns of S at address s, row stride in bytes; k, q of length n, v and out of 16 floats:
+    S *= decay; S += k (rate (v - S^T k))^T; out = S^T q scale. n is a multiple of 4."""
+
+    def codegen(ctx, b, sig, args):
+        s, s_row, n, k, q, v, decay, rate, scale, out = args
+        learnt, answer = ([cgutils.alloca_once(b, VECTOR) for _ in range(4)] for _ in range(2))
+        for cell in learnt + answer:
+            b.store(ir.Constant(VECTOR, None), cell)
+
+        def rows():
+            """The first of four rows at each turn."""
+            return cgutils.for_range_slice(b, I64(0), n, I64(4), inc=True)
+
+        def add(cell, x, y):
+            b.store(fma(b, x, y, b.load(cell, typ=VECTOR)), cell)
+
+        def summed(cells):
+            x = [b.load(cell, typ=VECTOR) for cell in cells]
+            return b.fadd(b.fadd(x[0], x[1]), b.fadd(x[2], x[3]))
+
+        with rows() as (first, _):
+            for j in range(4):
+                i = b.add(first, I64(j))
+                add(learnt[j], spread(b, load(b, k, F32, i)), load(b, step(b, s, i, s_row)))
+        g = spread(b, decay)
+        u = b.fmul(spread(b, rate), b.fsub(load(b, v), b.fmul(g, summed(learnt))))
+        with rows() as (first, _):
+            for j in range(4):
+                i = b.add(first, I64(j))
+                row = step(b, s, i, s_row)
+                new = fma(b, spread(b, load(b, k, F32, i)), u, b.fmul(g, load(b, row)))
+                store(b, new, row)
+                add(answer[j], spread(b, load(b, q, F32, i)), new)
+        store(b, b.fmul(summed(answer), spread(b, scale)), out)
+        return ctx.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, *[types.float32] * 3, types.int64), codegen
+
+
+@inner
+def _softplus(x):
+    return x if x > 20 else math.log1p(math.exp(x))
+
+
+@inner
+def _delta_plain(s, s_row, n, k, q, v, decay, rate, scale, out, width):
+    """_delta_step for any width and n, column by column."""
+    for c in range(width):
+        total = np.float32(0)
+        for i in range(n):
+            total += f32(s + i * s_row, c) * f32(k, i)
+        u, answer = rate * (f32(v, c) - decay * total), np.float32(0)
+        for i in range(n):
+            new = decay * f32(s + i * s_row, c) + f32(k, i) * u
+            put_f32(s + i * s_row, c, new)
+            answer += new * f32(q, i)
+        put_f32(out, c, answer * scale)
+
+
+@op
+def delta_net(tid, team, a):
+    """T, S, Hk, Hv, k_dim, v_dim | q, s0, s1 | k, s0, s1 | v, s0, s1 | out, s0, s1 | alpha, s0 | beta, s0 |
+    dt_bias, a float32 | state | slots, positions, seq_start | gates float32 [T, Hv, 2] | scratch, bytes a thread"""
+    n_tok, n_seq, n_k_head, n_head, k_dim, v_dim = i64(a, 0), i64(a, 1), i64(a, 2), i64(a, 3), i64(a, 4), i64(a, 5)
+    q, q0, q1, k, k0, k1 = i64(a, 6), i64(a, 7), i64(a, 8), i64(a, 9), i64(a, 10), i64(a, 11)
+    v, v0, v1, out, out0, out1 = i64(a, 12), i64(a, 13), i64(a, 14), i64(a, 15), i64(a, 16), i64(a, 17)
+    alpha, alpha0, beta, beta0, dt_bias, decay = i64(a, 18), i64(a, 19), i64(a, 20), i64(a, 21), i64(a, 22), i64(a, 23)
+    state, slots, positions, seq_start = i64(a, 24), i64(a, 25), i64(a, 26), i64(a, 27)
+    gates, mem = i64(a, 28), i64(a, 29) + tid * i64(a, 30)
+    scale = np.float32(1.0 / math.sqrt(np.float64(k_dim)))
+    first, last = share(tid, team, n_tok * n_head)
+    for i in range(first, last):
+        t, h = i // n_head, i % n_head
+        x = np.float64(f32(alpha + t * alpha0, h)) + f32(dt_bias, h)
+        put_f32(gates, 2 * i, np.float32(math.exp(f32(decay, h) * _softplus(x))))
+        put_f32(gates, 2 * i + 1, sigmoid(f32(beta + t * beta0, h)))
+    barrier(team)
+    strips = (v_dim + STRIP - 1) // STRIP
+    unit = take(team, 0, 1)
+    while unit < n_seq * n_head * strips:
+        s, h, column = unit // (n_head * strips), unit // strips % n_head, unit % strips * STRIP
+        begin, end, width = i32(seq_start, s), i32(seq_start, s + 1), min(STRIP, v_dim - column)
+        home = state + 4 * ((i32(slots, s) * n_head + h) * k_dim * v_dim + column)
+        strip, strip_row, home_row = home, 4 * v_dim, 4 * v_dim
+        if end - begin > 2:
+            strip, strip_row = mem, 4 * STRIP
+            for i in range(k_dim):
+                copy(strip + i * strip_row, home + i * home_row, 4 * width)
+        if begin < end and i32(positions, begin) == 0:
+            for i in range(k_dim):
+                zero(strip + i * strip_row, width)
+        for t in range(begin, end):
+            kt, qt = k + t * k0 + h % n_k_head * k1, q + t * q0 + h % n_k_head * q1
+            vt, target = v + t * v0 + h * v1 + 4 * column, out + t * out0 + h * out1 + 4 * column
+            g, rate = f32(gates, 2 * (t * n_head + h)), f32(gates, 2 * (t * n_head + h) + 1)
+            done = 0
+            while done + LANES <= width and k_dim % 4 == 0:
+                _delta_step(
+                    strip + 4 * done, strip_row, k_dim, kt, qt, vt + 4 * done, g, rate, scale, target + 4 * done
+                )
+                done += LANES
+            _delta_plain(
+                strip + 4 * done, strip_row, k_dim, kt, qt, vt + 4 * done, g, rate, scale, target + 4 * done,
+                width - done,
+            )  # fmt: skip
+        if strip != home:
+            for i in range(k_dim):
+                copy(home + i * home_row, strip + i * strip_row, 4 * width)
+        unit = take(team, 0, 1)

@@ -1,0 +1,147 @@
+"""The CPU device: numpy memory, a team of threads, and recordings that are replayed with one call."""
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...gguf import TensorInfo
+from ...hostmem import MappedRange, available_bytes
+from ..base import DeviceInfo
+from . import cache, machine
+from .ops import CpuOps
+from .team import Program, Team
+from .weights import REPACK_TYPES, CpuWeight, load_weight
+
+log = logging.getLogger("headrace")
+Array = NDArray[Any]
+DTYPES = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "u8": np.uint8}
+N_PROGRAMS = 32
+"""Recordings kept; the least recently used goes first."""
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: str) -> Array:
+    """Zeros at a 64-byte border; the system gives the pages when they are touched."""
+    kind = np.dtype(DTYPES[dtype])
+    n_bytes = math.prod(shape) * kind.itemsize
+    block = np.zeros(n_bytes + 64, np.uint8)
+    start = -block.ctypes.data % 64
+    return block[start : start + n_bytes].view(kind).reshape(shape)
+
+
+class CpuArena:
+    """A bump allocator over one block; the same sequence of requests gets the same addresses."""
+
+    ALIGN = 256
+
+    def __init__(self, n_bytes: int) -> None:
+        self.block, self.used = aligned_zeros((max(n_bytes, 1),), "u8"), 0
+
+    def take(self, shape: tuple[int, ...], dtype: str) -> Array:
+        kind = np.dtype(DTYPES[dtype])
+        n_bytes = math.prod(shape) * kind.itemsize
+        start, self.used = self.used, self.used + -(-n_bytes // self.ALIGN) * self.ALIGN
+        assert self.used <= len(self.block), "the plan's arena is too small for this step"
+        return self.block[start : start + n_bytes].view(kind).reshape(shape)
+
+    def reset(self) -> None:
+        self.used = 0
+
+
+class CpuQueue:
+    """Everything is done when the call returns."""
+
+    def copy(self, dst: Array, src: Array) -> None:
+        if dst.dtype == src.dtype and dst.shape == src.shape:
+            dst[...] = src
+        else:
+            dst.reshape(-1).view(np.uint8)[: src.nbytes] = src.reshape(-1).view(np.uint8)
+
+    def record(self, event: Any) -> None: ...
+    def wait(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class CpuDevice:
+    """n_threads: see machine.threads."""
+
+    act_dtype = "f32"
+
+    def __init__(self, n_threads: int = 0) -> None:
+        cache.on_compile(_announce_once())
+        self.team = Team(machine.threads(n_threads))
+        self.info = DeviceInfo(
+            f"{machine.cpu_name()}, {self.team.n_threads} threads", "cpu", machine.total_bytes(), available_bytes(),
+            repack_types=REPACK_TYPES,
+        )  # fmt: skip
+        self.ops = CpuOps(self.team)
+        self.compute = self.copy = CpuQueue()
+        self.programs: OrderedDict[Hashable, Program] = OrderedDict()
+
+    def alloc(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return aligned_zeros(shape, dtype)
+
+    def arena(self, n_bytes: int) -> CpuArena:
+        return CpuArena(n_bytes)
+
+    def event(self) -> object:
+        return object()
+
+    def load(self, info: TensorInfo, raw: NDArray[np.uint8], layout: str = "in_place") -> CpuWeight:
+        return load_weight(self.team, info, raw, layout)
+
+    def view(self, info: TensorInfo, slot: Array) -> CpuWeight:
+        return CpuWeight(info, slot)
+
+    def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
+
+    def upload(self, dst: Array, src: Array) -> None:
+        dst[...] = src
+
+    def download(self, src: Array) -> Array:
+        return src.copy()
+
+    def replay(self, key: Hashable) -> bool:
+        program = self.programs.get(key)
+        if program is None:
+            return False
+        self.programs.move_to_end(key)
+        self.team.run(program)
+        return True
+
+    @contextmanager
+    def record(self, key: Hashable) -> Iterator[None]:
+        """Ops called inside are collected, and run as one program at the end."""
+        with self.ops.collect() as calls:
+            yield
+        program = Program(calls.calls, calls.keep)
+        self.team.run(program)
+        self.programs[key] = program
+        while len(self.programs) > N_PROGRAMS:
+            self.programs.popitem(last=False)
+
+    def close(self) -> None:
+        self.programs.clear()
+        self.team.close()
+
+
+def _announce_once() -> Any:
+    """A listener for the first compilation: one line, since a first start takes some seconds."""
+    said = False
+
+    def listen(name: str) -> None:
+        nonlocal said
+        if not said:
+            said = True
+            log.warning("compiling CPU kernels for this processor: once, for some seconds")
+
+    return listen
+
+
+def open_device(n_threads: int = 0, **_: Any) -> CpuDevice:
+    return CpuDevice(n_threads)
