@@ -6,8 +6,8 @@ Two kinds: byte-level BPE (`tokenizer.ggml.model` = gpt2; merging by the `tokeni
 """
 
 import codecs
+import logging
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from .errors import UserError
 from .pretokenizers import PreTokenizer, pre_tokenizer
+
+log = logging.getLogger(__name__)
 
 KEY = "tokenizer.ggml."
 SPACE = "\u2581"
@@ -404,7 +406,7 @@ def load_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
 def _pre_name(metadata: Mapping[str, Any], source: str) -> str:
     if name := str(metadata.get(KEY + "pre", "")):
         return name
-    warnings.warn(f"{source}: no {KEY}pre, so the words are cut by the 'default' rule; output may suffer", stacklevel=3)
+    log.warning("%s: no %spre, so words are cut by the 'default' rule; output may suffer", source, KEY)
     return "default"
 
 
