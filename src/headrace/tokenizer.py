@@ -347,7 +347,7 @@ class _Metadata:
 def load_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer of a GGUF file from its metadata; `source` names the file in errors.
 
-    150,000 tokens and as many merges load in 0.4 s. UserError: no tokenizer, one of another kind, an unknown
+    248,320 tokens and as many merges load in 0.7 s. UserError: no tokenizer, one of another kind, an unknown
     pre-tokenizer, or tables that do not fit each other.
     """
     data = _Metadata(metadata, source)
