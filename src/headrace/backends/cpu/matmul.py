@@ -4,14 +4,14 @@
     mul_mat         y (+)= packed x W^T
     mul_mat_id      the same over experts, entries sorted by expert; packs by itself; gate and up in one op
 
-Weights lie regrouped (interleaved), or as in the file: then few tokens go row by row, and for many 16 rows at a time are
-regrouped into a thread's scratch, which costs little once 12 tokens share it.
+Weights lie regrouped (interleaved), or as in the file: then few tokens go row by row, and for many 16 rows at a time
+are regrouped into a thread's scratch, which costs little once 12 tokens share it.
 """
 
 from numba.extending import intrinsic
 
 from .floats import silu
-from .kernels import ACT_BYTES, BLOCK, GROUP_BYTES, QUANTIZE, REGROUP, ROW, ROW_BYTES, TILE, WIDEST_TILE
+from .kernels import ACT_BYTES, GROUP_BYTES, QUANTIZE, REGROUP, ROW, ROW_BYTES, TILE, WIDEST_TILE
 from .native import _caller, call3, copy, f32, i32, i64, inner, op, put_f32
 from .team import barrier, share, size, take
 
@@ -166,7 +166,7 @@ def mul_mat_id(tid, team, a):
 @inner
 def expert_rows(a, e, xq, n, r0, r1, entries, mine):
     """Rows r0..r1 of one expert for its n entries, a tile of tokens at a time, by way of scratch."""
-    nb, m, y, ldy, w2 = i64(a, 1), i64(a, 2), i64(a, 10), i64(a, 11), i64(a, 17)
+    nb, y, ldy, w2 = i64(a, 1), i64(a, 10), i64(a, 11), i64(a, 17)
     width = r1 - r0
     span = max(16, width)
     first, second = mine, mine + 4 * TILE_TOKENS * span

@@ -164,7 +164,7 @@ class Emit:
         return V(self, self.b.call(fn, [a.v for a in args]))
 
     def fma(self, a, b, c):
-        return self.call("llvm.fma.v%df32" % a.type.count, a.type, a, b, c)
+        return self.call(f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
 
     def hsum(self, v):
         """Sum of a float vector's lanes, in any order."""
