@@ -34,6 +34,15 @@ def _add_product(out, x, y, n):
 
 
 @fast
+def _four_taps(out, x0, x1, x2, x3, w, w_row, n):
+    """The usual width in one pass."""
+    w1, w2, w3 = w + w_row, w + 2 * w_row, w + 3 * w_row
+    for i in range(n):
+        y = f32(x0, i) * f32(w, i) + f32(x1, i) * f32(w1, i) + f32(x2, i) * f32(w2, i) + f32(x3, i) * f32(w3, i)
+        put_f32(out, i, silu(y))
+
+
+@fast
 def _silu(x, n):
     for i in range(n):
         put_f32(x, i, silu(f32(x, i)))
@@ -54,13 +63,16 @@ def conv1d(tid, team, a):
             for i in range(taps - 1):
                 zero(history + 4 * i * n, m)
         for t in range(begin, end):
-            target = out + t * out0 + 4 * column
+            target, w = out + t * out0 + 4 * column, weight + 4 * column
+            if taps == 4 and t - begin >= 3:
+                x3 = x + t * x0 + 4 * column
+                _four_taps(target, x3 - 3 * x0, x3 - 2 * x0, x3 - x0, x3, w, 4 * n, m)
+                continue
             for i in range(taps):
                 back = t - begin - (taps - 1) + i  # tokens after the first
                 source = x + (begin + back) * x0 + 4 * column if back >= 0 else history + 4 * (taps - 1 + back) * n
-                w = weight + 4 * (i * n + column)
                 if i:
-                    _add_product(target, source, w, m)
+                    _add_product(target, source, w + 4 * i * n, m)
                 else:
                     _product(target, source, w, m)
             _silu(target, m)

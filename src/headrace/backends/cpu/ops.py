@@ -1,92 +1,27 @@
 """The op table on the CPU: each op turns its tensors into addresses, strides and sizes, the arguments of kernels.
 
 What a shape fixes is a constant of the call; positions, block tables and ids are read when it runs. Calls are run at
-once, or collected (`collect`) for a program. Whatever an address points into is kept alive with the call.
+once, or collected for a program (calls.py). Whatever an address points into is kept alive with the call.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
 from . import attention, deltanet, router, rowops
+from .calls import Tensor, at, floats_at, rows
 from .native import float_bits
-from .team import Program, Team
+from .products import Products
+from .team import Team
 from .weights import CpuWeight
 
-Tensor = NDArray[Any]
 
+class CpuOps(Products):
+    """The op table of `base.Ops`."""
 
-def at(x: Tensor | None) -> int:
-    """Address of the first number; 0 for nothing."""
-    return 0 if x is None else x.__array_interface__["data"][0]
-
-
-def floats_at(w: CpuWeight | None) -> int:
-    return 0 if w is None else at(w.floats)
-
-
-def _rows(*tensors: Tensor) -> list[int]:
-    """n0, n1, n of tensors [..., n] of one shape, then address and byte strides of each; (address, 0, 0) for a
-    one-dimensional one, which is repeated. Axes that lie one behind the other in every tensor become one."""
-    shapes = [x.shape for x in tensors]
-    n = shapes[0][-1]
-    views = [x if x.ndim > 1 else np.broadcast_to(x, shapes[0]) for x in tensors]
-    views = [x[:, None] if x.ndim == 2 else x for x in views]
-    n0, n1 = views[0].shape[:2]
-    for x in views:
-        assert x.shape == (n0, n1, n) and x.dtype == np.float32, "rows do not match"
-        assert x.strides[2] == 4 or n < 2 or not n0, "the last axis must be adjacent numbers"
-    strides = [x.strides[:2] for x in views]
-    if n0 == 1:
-        n0, n1, strides = n1, 1, [(inner, 0) for _, inner in strides]
-    elif n1 > 1 and all(outer == n1 * inner for outer, inner in strides):
-        n0, n1, strides = n0 * n1, 1, [(inner, 0) for _, inner in strides]
-    return [n0, n1, n, *(v for x, s in zip(views, strides) for v in (at(x), *s))]
-
-
-class Calls:
-    """Kernel calls in order, and the owners of the memory they point to."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, tuple[int, ...]]] = []
-        self.keep: list[Any] = []
-        self.tables: dict[Any, Tensor] = {}
-
-
-class CpuOps:
     def __init__(self, team: Team) -> None:
-        self.team = team
-        self.collected: Calls | None = None
-        self.scratch_block = np.empty(0, np.uint8)
+        super().__init__(team)
         self.frequencies: dict[RopeSpec, Tensor] = {}
-
-    @contextmanager
-    def collect(self) -> Iterator[Calls]:
-        """Calls made inside are listed instead of run."""
-        assert self.collected is None, "a recording inside a recording"
-        self.collected = Calls()
-        try:
-            yield self.collected
-        finally:
-            self.collected = None
-
-    def _call(self, op: Any, *args: int, keep: tuple[Any, ...]) -> None:
-        if self.collected is None:
-            self.team.run(Program([(op, args)], keep))
-        else:
-            self.collected.calls.append((op, args))
-            self.collected.keep += keep
-
-    def _scratch(self, n_bytes: int) -> Tensor:
-        """Memory that an op may use while it runs: one block for all, for they run one after the other."""
-        if len(self.scratch_block) < n_bytes:
-            self.scratch_block = np.empty(n_bytes + 64, np.uint8)
-        return self.scratch_block[-self.scratch_block.ctypes.data % 64 :]
 
     # rows
 
@@ -97,12 +32,12 @@ class CpuOps:
         self._norm(out, x, None, eps, 0)
 
     def _norm(self, out: Tensor, x: Tensor, weight: CpuWeight | None, eps: float, mean: int) -> None:
-        self._call(
-            rowops.norm, *_rows(out, x), floats_at(weight), float_bits(eps), mean, keep=(out, x, weight)
+        self.call(
+            rowops.norm, *rows(out, x), floats_at(weight), float_bits(eps), mean, out=(out,), keep=(x, weight)
         )  # fmt: skip
 
     def _elementwise(self, out: Tensor, x: Tensor, y: Tensor, kind: int) -> None:
-        self._call(rowops.elementwise, *_rows(out, x, y), kind, keep=(out, x, y))
+        self.call(rowops.elementwise, *rows(out, x, y), kind, out=(out,), keep=(x, y))
 
     def add(self, x: Tensor, y: Tensor) -> None:
         self._elementwise(x, x, y, rowops.ADD)
@@ -118,33 +53,33 @@ class CpuOps:
             self._elementwise(x, x, gate, rowops.TIMES_SIGMOID)
         else:
             assert gate.shape == (x.shape[0], 1) and gate.dtype == np.float32, "a gate of x's shape or one a token"
-            rows = x[:, None] if x.ndim == 2 else x
-            self._call(
-                rowops.scale_by_sigmoid, *rows.shape, at(x), *rows.strides[:2], at(gate), gate.strides[0],
-                keep=(x, gate),
+            x3 = x[:, None] if x.ndim == 2 else x
+            self.call(
+                rowops.scale_by_sigmoid, *x3.shape, at(x), *x3.strides[:2], at(gate), gate.strides[0],
+                out=(x,), keep=(gate,),
             )  # fmt: skip
 
-    def gather_rows(self, out: Tensor, x: Tensor, rows: Tensor) -> None:
+    def gather_rows(self, out: Tensor, x: Tensor, index: Tensor) -> None:
         assert out.dtype == x.dtype
-        self._call(
+        self.call(
             rowops.gather_rows, out.shape[0], out.shape[1] * out.itemsize, at(out), out.strides[0], at(x), x.strides[0],
-            at(rows), keep=(out, x, rows),
+            at(index), out=(out,), keep=(x, index),
         )  # fmt: skip
 
     def combine(self, x: Tensor, y: Tensor, routing: Routing) -> None:
         n_tokens, n = x.shape
-        scratch = self._scratch(4 * rowops.CHUNK * self.team.n_threads)
-        self._call(
+        scratch = self.scratch(4 * rowops.CHUNK * self.team.n_threads)
+        self.call(
             rowops.combine, n_tokens, n, routing.ids.shape[1], at(x), x.strides[0], at(y), y.strides[0],
-            at(routing.weights), at(scratch), keep=(x, y, routing, scratch),
+            at(routing.weights), at(scratch), out=(x,), keep=(y, routing, scratch),
         )  # fmt: skip
 
     def rope(self, x: Tensor, positions: Tensor, rope: RopeSpec, freq_factors: CpuWeight | None = None) -> None:
         """The cosines and sines are made once a program and shared by its layers."""
         table = self._rope_table(positions, rope, freq_factors)
-        self._call(
+        self.call(
             rowops.rope, x.shape[0], x.shape[1], rope.n_rot // 2, at(x), *x.strides[:2], at(table), rope.interleaved,
-            keep=(x, table),
+            out=(x,), keep=(table,),
         )  # fmt: skip
 
     def _rope_table(self, positions: Tensor, rope: RopeSpec, factors: CpuWeight | None) -> Tensor:
@@ -154,9 +89,9 @@ class CpuOps:
             if rope not in self.frequencies:
                 self.frequencies[rope] = rope.inverse_frequencies()
             freq, table = self.frequencies[rope], np.empty((len(positions), rope.n_rot), np.float32)
-            self._call(
+            self.call(
                 rowops.rope_table, len(positions), rope.n_rot // 2, at(positions), at(freq), floats_at(factors),
-                float_bits(rope.magnitude), at(table), keep=(positions, freq, factors, table),
+                float_bits(rope.magnitude), at(table), out=(table,), keep=(positions, freq, factors),
             )  # fmt: skip
             tables[key] = table
         return tables[key]
@@ -164,9 +99,9 @@ class CpuOps:
     # attention
 
     def kv_store(self, cache: KVLayer, k: Tensor, v: Tensor, state: StepState) -> None:
-        self._call(
+        self.call(
             rowops.kv_store, *k.shape, at(state.kv_slots), *_cache(cache.k), *_cache(cache.v),
-            at(k), *k.strides[:2], at(v), *v.strides[:2], keep=(cache, k, v, state),
+            at(k), *k.strides[:2], at(v), *v.strides[:2], out=(cache.k, cache.v), keep=(k, v, state),
         )  # fmt: skip
 
     def attention(
@@ -180,14 +115,14 @@ class CpuOps:
         tile_bytes = attention.tile_bytes(group, dim, few)
         n_split, length = attention.splits(n_block * state.page) if few else (0, 0)
         parts_bytes = n_tokens * n_head * n_split * attention.output_row.py_func(dim)
-        scratch = self._scratch(tile_bytes * self.team.n_threads + parts_bytes)
-        self._call(
+        scratch = self.scratch(tile_bytes * self.team.n_threads + parts_bytes)
+        self.call(
             attention.attention,
             n_tokens, n_seq, n_kv, group, dim, float_bits(spec.scale), state.page, spec.window,
             at(q), *q.strides[:2], *_cache(cache.k), *_cache(cache.v), at(state.positions), at(state.seq_start),
             at(state.block_table), n_block, at(out), *out.strides[:2], floats_at(sinks), at(scratch), tile_bytes,
             at(scratch) + tile_bytes * self.team.n_threads, n_split, length,
-            keep=(out, q, cache, state, sinks, scratch),
+            out=(out,), keep=(q, cache, state, sinks, scratch),
         )  # fmt: skip
 
     # experts
@@ -198,21 +133,22 @@ class CpuOps:
         assert n_used <= n_expert and logits.dtype == np.float32 and all(
             x.flags.c_contiguous for x in (out.ids, out.weights, out.order, out.starts)
         )  # fmt: skip
-        scratch = self._scratch(4 * (2 * n_expert + n_used) * self.team.n_threads)
-        self._call(
+        scratch = self.scratch(4 * (2 * n_expert + n_used) * self.team.n_threads)
+        self.call(
             router.route, n_tokens, n_expert, n_used, at(logits), logits.strides[0], at(out.ids), at(out.weights),
             at(out.order), at(out.starts), floats_at(bias), spec.gating == "sigmoid", spec.norm_weights,
-            float_bits(spec.weight_scale), at(scratch), keep=(out, logits, bias, scratch),
+            float_bits(spec.weight_scale), at(scratch), out=(out.ids, out.weights, out.order, out.starts),
+            keep=(logits, bias, scratch),
         )  # fmt: skip
 
     # recurrent layers
 
     def conv1d(self, out: Tensor, x: Tensor, weight: CpuWeight, cache: RecurrentLayer, state: StepState) -> None:
         taps_first = weight.transposed
-        self._call(
+        self.call(
             deltanet.conv1d, len(state.state_slots), x.shape[1], taps_first.shape[0], at(out), out.strides[0],
             at(x), x.strides[0], at(taps_first), at(cache.conv), at(state.state_slots), at(state.positions),
-            at(state.seq_start), keep=(out, x, taps_first, cache, state),
+            at(state.seq_start), out=(out, cache.conv), keep=(x, taps_first, state),
         )  # fmt: skip
 
     def delta_net(
@@ -222,13 +158,13 @@ class CpuOps:
         n_tokens = q.shape[0]
         strip_bytes = 4 * spec.k_dim * deltanet.STRIP
         gate_bytes = (8 * n_tokens * spec.n_v_head + 63) // 64 * 64
-        scratch = self._scratch(gate_bytes + strip_bytes * self.team.n_threads)
-        self._call(
+        scratch = self.scratch(gate_bytes + strip_bytes * self.team.n_threads)
+        self.call(
             deltanet.delta_net, n_tokens, len(state.state_slots), spec.n_k_head, spec.n_v_head, spec.k_dim, spec.v_dim,
             *(n for x in (q, k, v, out) for n in (at(x), *x.strides[:2])), at(alpha), alpha.strides[0],
             at(beta), beta.strides[0], floats_at(dt_bias), floats_at(a), at(cache.s), at(state.state_slots),
             at(state.positions), at(state.seq_start), at(scratch), at(scratch) + gate_bytes, strip_bytes,
-            keep=(out, q, k, v, alpha, beta, dt_bias, a, cache, state, scratch),
+            out=(out, cache.s), keep=(q, k, v, alpha, beta, dt_bias, a, state, scratch),
         )  # fmt: skip
 
 

@@ -156,6 +156,15 @@ def combine(tid, team, a):
         _add(target, target, total, m)
 
 
+@op
+def add_expert_bias(tid, team, a):
+    """n entries, n | y, s0 | ids int32 | bias float32 [E, n]: y[i] += bias[ids[i]]"""
+    n_rows, n, y, y0, ids, bias = i64(a, 0), i64(a, 1), i64(a, 2), i64(a, 3), i64(a, 4), i64(a, 5)
+    first, last = share(tid, team, n_rows)
+    for i in range(first, last):
+        _add(y + i * y0, y + i * y0, bias + 4 * n * i32(ids, i), n)
+
+
 # rope -----------------------------------------------------------------------------------------------------------------
 
 
