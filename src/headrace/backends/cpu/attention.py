@@ -6,7 +6,8 @@ A tile is some tokens of one sequence x the query heads that share a kv head: it
     S[key, row] = K[key, :] Qt[:, row]          O[row, :] += S[:, row]^T V[key, :]
 
 Only f16 -> f32 conversion touches keys and values besides. Few tokens (decode): the positions are also split in ranges
-of fixed length for the threads, whose partial results are joined in order. A row's sums do not depend on its tile.
+of fixed length for the threads, whose partial results are joined in order. In either form a row's sums do not depend on
+the other rows.
 """
 
 import numpy as np
@@ -21,9 +22,9 @@ KEYS = 64
 MAX_ROWS = 64
 """Rows of a tile, unless one token has more."""
 FEW_TOKENS = 16
-"""Up to so many, positions are split between threads."""
+"""Up to so many, or one a sequence, positions are split between threads."""
 FEW_ROWS = 12
-"""Up to so many, halves are multiplied where they lie instead of being widened for all rows first."""
+"""Up to so many in the few-token form, halves are multiplied where they lie, not widened for all rows first."""
 N_SPLIT_MAX, SPLIT_MIN = 32, 256
 _MASKED, _LOWEST = np.float32(-3e38), np.float32(-1e30)
 
@@ -107,7 +108,7 @@ def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_
     )
     rows = n_tok * group
     n, wide = (rows + 15) // 16 * 16, (dim + 15) // 16 * 16
-    direct = k_f16 and v_f16 and rows <= FEW_ROWS and dim % LANES == 0 and dim % WIDE == 0
+    direct = i64(a, 28) > 0 and k_f16 and v_f16 and rows <= FEW_ROWS and dim % WIDE == 0
     at_k, at_v, at_s, at_m, _, _ = scratch_layout(n, dim)
     k, v, s, m = mem + at_k, mem + at_v, mem + at_s, mem + at_m
     total, factor, low, high = m + 4 * n, m + 8 * n, m + 12 * n, m + 16 * n

@@ -111,7 +111,7 @@ class CpuOps(Products):
         n_tokens, n_head, dim = q.shape
         n_seq, n_block = state.block_table.shape
         n_kv = cache.k.shape[1]
-        group, few = n_head // n_kv, n_tokens <= attention.FEW_TOKENS
+        group, few = n_head // n_kv, n_tokens <= max(attention.FEW_TOKENS, n_seq)
         tile_bytes = attention.tile_bytes(group, dim, few)
         n_split, length = attention.splits(n_block * state.page) if few else (0, 0)
         parts_bytes = n_tokens * n_head * n_split * attention.output_row.py_func(dim)
