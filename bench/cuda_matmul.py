@@ -128,7 +128,7 @@ def bench_experts(t: int, n_expert: int, top_k: int, d: int, f: int, n_chunk: in
         n_tiles = triton.cdiv(n, bm) + n_expert
         te, tr = (torch.empty(n_tiles, dtype=torch.int32, device=DEVICE) for _ in range(2))
         e2 = triton.next_power_of_2(n_expert)
-        experts.tile_map_kernel[(1,)](starts, te, tr, n_expert, n_tiles, BM=bm, E=e2, BLOCK=16)
+        experts.tile_map_kernel[(triton.cdiv(n_tiles, 16),)](starts, te, tr, n_expert, n_tiles, BM=bm, E=e2, BLOCK=16)
 
         def glu():
             experts.expert_glu_kernel[(triton.cdiv(f, bn), n_tiles)](

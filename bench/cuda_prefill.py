@@ -53,11 +53,11 @@ def check(model: str, n_tokens: int) -> None:
     ids = rng.integers(0, 1000, n_tokens).tolist()
     rows = list(range(0, n_tokens, 37))
     for more in (
-        {}, {"schedule": "ubatch"}, {"prefetch_experts": 0}, {"prefetch_experts": 3}, {"prefetch_experts": 8},
-        {"n_cpu_moe": 0}, {"n_cpu_moe": 13}, {"n_ubatch": 256}, {"n_ubatch": 1024},
+        {}, {"schedule": "ubatch"}, {"prefetch_experts": 0}, {"prefetch_experts": 8, "n_cpu_moe": 13},
+        {"n_cpu_moe": 0, "n_ubatch": 1024}, {"n_ubatch": 256},
     ):  # fmt: skip
         with headrace.open(model, **{**options(512, 4096), **more}) as engine:
-            for _ in range(3):  # eager, captured, replayed
+            for _ in range(2):  # eager, then captured and replayed
                 got = engine.logits(ids, rows)
                 base = got if base is None else base
                 same = bool((got == base).all())

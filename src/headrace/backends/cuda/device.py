@@ -3,6 +3,7 @@
 Under TRITON_INTERPRET=1 the same code runs on the CPU with float16 activations, which is how CI tests it.
 """
 
+import ctypes
 import logging
 import math
 import os
@@ -77,7 +78,7 @@ class CudaQueue:
         if self.host and isinstance(src, np.ndarray):
             self.host.copy(dst.data_ptr(), src.ctypes.data, src.nbytes, self.stream.cuda_stream)
             return
-        source = src if isinstance(src, torch.Tensor) else torch.from_numpy(src)
+        source = src if isinstance(src, torch.Tensor) else torch.from_numpy(_writable(src))
         with self.here():
             dst.copy_(source, non_blocking=True)
 
@@ -92,6 +93,12 @@ class CudaQueue:
     def synchronize(self) -> None:
         if self.stream:
             self.stream.synchronize()
+
+
+def _writable(array: NDArray[Any]) -> NDArray[Any]:
+    """The same bytes as an array that claims to be writable: PyTorch warns of any other, even as a source."""
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    return np.frombuffer(memory, np.uint8).view(array.dtype).reshape(array.shape)
 
 
 class CudaDevice:

@@ -13,20 +13,18 @@ import triton.language as tl
 def tile_map_kernel(
     starts, tile_expert, tile_row, n_expert, n_tiles, BM: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program writes the whole map; E is n_expert rounded up to a power of two."""
+    """BLOCK tiles of the map; E is n_expert rounded up to a power of two."""
     e = tl.arange(0, E)
     start = tl.load(starts + e, mask=e < n_expert, other=0)
     count = tl.load(starts + e + 1, mask=e < n_expert, other=0) - start
-    count = tl.where(e < n_expert, count, 0)
-    tiles = tl.cdiv(count, BM)
+    tiles = tl.cdiv(tl.where(e < n_expert, count, 0), BM)
     end = tl.cumsum(tiles, 0)
-    for i0 in range(0, n_tiles, BLOCK):
-        i = i0 + tl.arange(0, BLOCK)
-        expert = tl.sum((end[None, :] <= i[:, None]).to(tl.int32), 1)
-        hit = e[None, :] == expert[:, None]
-        row = tl.sum(tl.where(hit, start[None, :] + (i[:, None] - (end - tiles)[None, :]) * BM, 0), 1)
-        tl.store(tile_expert + i, tl.where(expert < n_expert, expert, -1), mask=i < n_tiles)
-        tl.store(tile_row + i, row, mask=i < n_tiles)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.sum((end[None, :] <= i[:, None]).to(tl.int32), 1)
+    hit = e[None, :] == expert[:, None]
+    row = tl.sum(tl.where(hit, start[None, :] + (i[:, None] - (end - tiles)[None, :]) * BM, 0), 1)
+    tl.store(tile_expert + i, tl.where(expert < n_expert, expert, -1), mask=i < n_tiles)
+    tl.store(tile_row + i, row, mask=i < n_tiles)
 
 
 @triton.jit

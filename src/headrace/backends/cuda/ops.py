@@ -189,7 +189,9 @@ class CudaOps:
         maps = self.scratch(f"tiles{bm}", 2 * n_tiles, torch.int32)
         te, tr = maps[:n_tiles], maps[n_tiles : 2 * n_tiles]
         e = triton.next_power_of_2(n_expert)
-        experts.tile_map_kernel[(1,)](routing.starts, te, tr, n_expert, n_tiles, BM=bm, E=e, BLOCK=16, num_warps=8)
+        experts.tile_map_kernel[(triton.cdiv(n_tiles, 16),)](
+            routing.starts, te, tr, n_expert, n_tiles, BM=bm, E=e, BLOCK=16, num_warps=4
+        )
         return te, tr, n_tiles
 
     def _expert_chunks(self, n_expert: int, n_weights: int) -> Any:
