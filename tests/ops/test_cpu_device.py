@@ -213,6 +213,28 @@ def test_the_device_tells_what_it_is(device):
     assert "Q4_K" in device.info.repack_types and not device.info.copies_async
 
 
+# recurrent layers
+
+
+@pytest.mark.parametrize("sequences", [[(3, 1), (0, 1)], [(0, 9), (4, 20), (2, 0)]], ids=["decode", "prefill"])
+def test_full_size_delta_net_is_the_references(device, sequences):
+    """Heads of 128, whose strips are wide for one token and narrow for many."""
+    net, state, ref = DeltaNetSpec(2, 4, 128, 128, 4, 1e-6), step_state(*sequences), reference.open_device()
+    n, n_seq = len(state.positions), len(sequences)
+    q, k, v, alpha, beta = floats(n, 2, 128) / 11, floats(n, 2, 128) / 11, floats(n, 4, 128), floats(n, 4), floats(n, 4)
+    s, x, conv = floats(n_seq, 4, 128, 128), floats(n, net.conv_width), floats(n_seq, 3, net.conv_width)
+    dt, taps = tensor("F32", 4), tensor("F32", net.conv_width, 4)
+    decay = dt[0], (-np.abs(floats(4))).view(np.uint8)
+    results = []
+    for one in (device, ref):
+        cache = RecurrentLayer(conv.copy(), s.copy())
+        y, c = np.empty_like(v), np.empty_like(x)
+        one.ops.conv1d(c, x, one.load(*taps), cache, state)
+        one.ops.delta_net(y, q, k, v, alpha, beta, one.load(*dt), one.load(*decay), cache, state, net)
+        results.append((y, c, cache.conv, cache.s))
+    assert all(error(a, b) < 1e-5 for a, b in zip(*results))
+
+
 # attention
 
 

@@ -1,10 +1,12 @@
 """The recurrent layers: short causal convolution, and the gated delta rule token by token.
 
 Columns of a head's state S [k_dim, v_dim] never meet, so the threads share (sequence, head, strip of columns). A strip
-of 32 columns is kept in L1 while its tokens pass: S is read twice and written once a token.
+of 32 columns is kept in L1 while its tokens pass; for a token or two the strips are 128 columns, which memory delivers
+faster. S is read twice and written once a token.
 """
 
 import math
+from itertools import chain
 
 import numpy as np
 from llvmlite import ir
@@ -18,7 +20,9 @@ from .rowops import CHUNK, zero
 from .team import barrier, share, take
 from .tiles import F32, I64, LANES, VECTOR, fma, load, spread, step, store
 
-STRIP = 32
+STRIP, WIDE_STRIP = 32, 128
+FEW = 2
+"""Tokens of a sequence up to which its state is worked on where it lies."""
 
 
 @fast
@@ -83,45 +87,63 @@ def conv1d(tid, team, a):
                 copy(history + 4 * i * n, source, 4 * m)
 
 
-@intrinsic
-def _delta_step(tyctx, s, s_row, n, k, q, v, decay, rate, scale, out):
-    """One token for 16 columns of S at address s, row stride in bytes; k, q of length n, v and out of 16 floats:
-    S *= decay; S += k (rate (v - S^T k))^T; out = S^T q scale. n is a multiple of 4."""
+def _delta_step(n_vectors, n_rows):
+    """One token for 16 n_vectors columns of S at address s, row stride in bytes; k, q of length n, a multiple of
+    n_rows: S *= decay; S += k (rate (v - S^T k))^T; out = S^T q scale. Sums run in n_vectors x n_rows registers."""
 
-    def codegen(ctx, b, sig, args):
-        s, s_row, n, k, q, v, decay, rate, scale, out = args
-        learnt, answer = ([cgutils.alloca_once(b, VECTOR) for _ in range(4)] for _ in range(2))
-        for cell in learnt + answer:
-            b.store(ir.Constant(VECTOR, None), cell)
+    def fn(tyctx, s, s_row, n, k, q, v, decay, rate, scale, out):
+        def codegen(ctx, b, sig, args):
+            s, s_row, n, k, q, v, decay, rate, scale, out = args
+            columns = [I64(c) for c in range(n_vectors)]
+            learnt, answer = (
+                [[cgutils.alloca_once(b, VECTOR) for _ in range(n_rows)] for _ in columns] for _ in range(2)
+            )  # fmt: skip
+            for cell in chain(*learnt, *answer):
+                b.store(ir.Constant(VECTOR, None), cell)
 
-        def rows():
-            """The first of four rows at each turn."""
-            return cgutils.for_range_slice(b, I64(0), n, I64(4), inc=True)
+            def rows():
+                """The first of n_rows rows at each turn."""
+                return cgutils.for_range_slice(b, I64(0), n, I64(n_rows), inc=True)
 
-        def add(cell, x, y):
-            b.store(fma(b, x, y, b.load(cell, typ=VECTOR)), cell)
+            def add(cell, x, y):
+                b.store(fma(b, x, y, b.load(cell, typ=VECTOR)), cell)
 
-        def summed(cells):
-            x = [b.load(cell, typ=VECTOR) for cell in cells]
-            return b.fadd(b.fadd(x[0], x[1]), b.fadd(x[2], x[3]))
+            def summed(cells):
+                parts = [b.load(cell, typ=VECTOR) for cell in cells]
+                while len(parts) > 1:
+                    parts = [b.fadd(x, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+                return parts[0]
 
-        with rows() as (first, _):
-            for j in range(4):
-                i = b.add(first, I64(j))
-                add(learnt[j], spread(b, load(b, k, F32, i)), load(b, step(b, s, i, s_row)))
-        g = spread(b, decay)
-        u = b.fmul(spread(b, rate), b.fsub(load(b, v), b.fmul(g, summed(learnt))))
-        with rows() as (first, _):
-            for j in range(4):
-                i = b.add(first, I64(j))
-                row = step(b, s, i, s_row)
-                new = fma(b, spread(b, load(b, k, F32, i)), u, b.fmul(g, load(b, row)))
-                store(b, new, row)
-                add(answer[j], spread(b, load(b, q, F32, i)), new)
-        store(b, b.fmul(summed(answer), spread(b, scale)), out)
-        return ctx.get_dummy_value()
+            with rows() as (first, _):
+                for j in range(n_rows):
+                    i = b.add(first, I64(j))
+                    key, row = spread(b, load(b, k, F32, i)), step(b, s, i, s_row)
+                    for c, cells in zip(columns, learnt, strict=True):
+                        add(cells[j], key, load(b, row, VECTOR, c))
+            g, pace = spread(b, decay), spread(b, rate)
+            u = [
+                b.fmul(pace, b.fsub(load(b, v, VECTOR, c), b.fmul(g, summed(cells))))
+                for c, cells in zip(columns, learnt, strict=True)
+            ]
+            with rows() as (first, _):
+                for j in range(n_rows):
+                    i = b.add(first, I64(j))
+                    key, query = spread(b, load(b, k, F32, i)), spread(b, load(b, q, F32, i))
+                    row = step(b, s, i, s_row)
+                    for c, cells, change in zip(columns, answer, u, strict=True):
+                        new = fma(b, key, change, b.fmul(g, load(b, row, VECTOR, c)))
+                        store(b, new, row, c)
+                        add(cells[j], query, new)
+            for c, cells in zip(columns, answer, strict=True):
+                store(b, b.fmul(summed(cells), spread(b, scale)), out, c)
+            return ctx.get_dummy_value()
 
-    return types.void(*[types.int64] * 6, *[types.float32] * 3, types.int64), codegen
+        return types.void(*[types.int64] * 6, *[types.float32] * 3, types.int64), codegen
+
+    return intrinsic(fn)
+
+
+_step_strip, _step_wide = _delta_step(STRIP // LANES, 2), _delta_step(WIDE_STRIP // LANES, 1)
 
 
 @inner
@@ -162,14 +184,15 @@ def delta_net(tid, team, a):
         put_f32(gates, 2 * i, np.float32(math.exp(f32(decay, h) * _softplus(x))))
         put_f32(gates, 2 * i + 1, sigmoid(f32(beta + t * beta0, h)))
     barrier(team)
-    strips = (v_dim + STRIP - 1) // STRIP
+    strip_width = WIDE_STRIP if n_tok <= FEW * n_seq and v_dim % WIDE_STRIP == 0 else np.int64(STRIP)
+    strips = (v_dim + strip_width - 1) // strip_width
     unit = take(team, 0, 1)
     while unit < n_seq * n_head * strips:
-        s, h, column = unit // (n_head * strips), unit // strips % n_head, unit % strips * STRIP
-        begin, end, width = i32(seq_start, s), i32(seq_start, s + 1), min(STRIP, v_dim - column)
+        s, h, column = unit // (n_head * strips), unit // strips % n_head, unit % strips * strip_width
+        begin, end, width = i32(seq_start, s), i32(seq_start, s + 1), min(strip_width, v_dim - column)
         home = state + 4 * ((i32(slots, s) * n_head + h) * k_dim * v_dim + column)
         strip, strip_row, home_row = home, 4 * v_dim, 4 * v_dim
-        if end - begin > 2:
+        if end - begin > FEW and width <= STRIP:
             strip, strip_row = mem, 4 * STRIP
             for i in range(k_dim):
                 copy(strip + i * strip_row, home + i * home_row, 4 * width)
@@ -180,16 +203,12 @@ def delta_net(tid, team, a):
             kt, qt = k + t * k0 + h % n_k_head * k1, q + t * q0 + h % n_k_head * q1
             vt, target = v + t * v0 + h * v1 + 4 * column, out + t * out0 + h * out1 + 4 * column
             g, rate = f32(gates, 2 * (t * n_head + h)), f32(gates, 2 * (t * n_head + h) + 1)
-            done = 0
-            while done + LANES <= width and k_dim % 4 == 0:
-                _delta_step(
-                    strip + 4 * done, strip_row, k_dim, kt, qt, vt + 4 * done, g, rate, scale, target + 4 * done
-                )
-                done += LANES
-            _delta_plain(
-                strip + 4 * done, strip_row, k_dim, kt, qt, vt + 4 * done, g, rate, scale, target + 4 * done,
-                width - done,
-            )  # fmt: skip
+            if width == WIDE_STRIP:
+                _step_wide(strip, strip_row, k_dim, kt, qt, vt, g, rate, scale, target)
+            elif width == STRIP and k_dim % 2 == 0:
+                _step_strip(strip, strip_row, k_dim, kt, qt, vt, g, rate, scale, target)
+            else:
+                _delta_plain(strip, strip_row, k_dim, kt, qt, vt, g, rate, scale, target, width)
         if strip != home:
             for i in range(k_dim):
                 copy(home + i * home_row, strip + i * strip_row, 4 * width)

@@ -12,6 +12,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ... import env
 from .native import MACHINE, _pointer, f16, inner
 
 fast = njit(nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -100,9 +101,9 @@ def _f16_convert(tyctx, address, i):
 
 
 _FEATURES = llvm.get_host_cpu_features()
-WIDE_REGISTERS = bool(_FEATURES.get("avx512f"))
+WIDE_REGISTERS = bool(_FEATURES.get("avx512f")) and "avx512" in (env.cpu_isa() or "avx512")
 """32 registers of 16 floats."""
-CONVERTS_HALVES = MACHINE in ("aarch64", "arm64") or bool(_FEATURES.get("f16c"))
+CONVERTS_HALVES = env.cpu_isa() != "generic" and (MACHINE in ("aarch64", "arm64") or bool(_FEATURES.get("f16c")))
 half = _f16_convert if CONVERTS_HALVES else f16
 """Element i of an array of IEEE halves as float32, the fastest way here."""
 

@@ -25,6 +25,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 from . import cache
@@ -68,7 +69,8 @@ class _Cache(FunctionCache):
 
     def load_overload(self, sig, target_context):
         try:
-            found = super().load_overload(sig, target_context)
+            rtsys.initialize(target_context)  # instead of all of numba's type registries: 0.03 s, not 0.15
+            found = self._load_overload(sig, target_context)
         except Exception:
             found = None
         if found is None:
