@@ -1,10 +1,11 @@
 """GGUF headers: metadata and tensor directory of one file or a split set, bounds-checked, without reading weights.
 
-Layout: the GGUF specification (ggml/docs/gguf.md), versions 2 and 3, little-endian. The header is read into memory in
-one bounded read, never mapped, so a file that shrinks meanwhile cannot kill the process. No number from the file sizes
-an allocation before it was checked against the file's length.
+Layout: the GGUF specification (ggml/docs/gguf.md), versions 2 and 3, little-endian. The header is read, never mapped,
+so a file that shrinks meanwhile cannot kill the process, and no descriptor stays open. No number from the file sizes an
+allocation before it was checked against the file's length and a limit.
 """
 
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +13,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .errors import UserError
-from .quants import BY_ID, TensorType
+from .quants import BY_ID, OTHER_TYPES, TensorType
 
 T = TypeVar("T", int, float, bool, str)
 
 MAGIC = b"GGUF"
-FIRST_READ_BYTES = 16 << 20
+FIRST_READ_BYTES = 1 << 20
+HEADER_LIMIT_BYTES = 256 << 20
+"""Ten times the largest header seen: a vocabulary of 262,144 with its merges makes 12 MB."""
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
 
@@ -87,6 +89,9 @@ class StringArray(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.to_list())
 
+    def __repr__(self) -> str:
+        return f"<{self._n} strings>"
+
     def to_list(self) -> list[str]:
         at, data = self._bounds(), self._data
         return [data[a : b - 8].decode("utf-8", "replace") for a, b in pairwise(at)]
@@ -118,31 +123,38 @@ class File:
         return value
 
 
-class _NeedMore(Exception):
-    """The header goes on beyond the bytes read so far."""
-
-
 class _Reader:
-    """A cursor over the first bytes of a file of `size` bytes."""
+    """A cursor over a file's header, of which as much is read as is asked for."""
 
-    def __init__(self, path: Path, data: bytes, size: int) -> None:
-        self.path, self.data, self.size, self.pos = path, data, size, 0
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path, self.file, self.size = path, file, os.fstat(file.fileno()).st_size
+        self.data, self.pos = b"", 0
 
     def fail(self, what: str) -> UserError:
         return UserError(f"{self.path}: {what}")
 
-    def need(self, n: int, what: str) -> int:
-        """The position of n bytes, after which the cursor moves."""
+    def take(self, n: int, what: str) -> bytes:
+        """The next n bytes."""
         start, self.pos = self.pos, self.pos + n
-        if self.pos > len(self.data):
-            if self.pos > self.size:
-                raise self.fail(f"the file ends inside {what}; it is truncated or damaged")
-            raise _NeedMore
-        return start
+        self.read_to(self.pos, what)
+        return self.data[start : self.pos]
+
+    def read_to(self, end: int, what: str) -> None:
+        """Has the file's first `end` bytes in memory."""
+        if end <= len(self.data):
+            return
+        if end > self.size:
+            raise self.fail(f"the file ends inside {what}; it is truncated or damaged")
+        if end > HEADER_LIMIT_BYTES:
+            raise self.fail(f"{what} ends at byte {end}, too far for a header; the file is damaged")
+        wanted = min(self.size, max(end, FIRST_READ_BYTES, 2 * len(self.data)))
+        self.data += self.file.read(wanted - len(self.data))
+        if end > len(self.data):
+            raise self.fail(f"the file became shorter while {what} was read")
 
     def scalar(self, kind: int, what: str) -> Any:
         fmt, n = SCALARS[kind]
-        return struct.unpack_from(fmt, self.data, self.need(n, what))[0]
+        return struct.unpack(fmt, self.take(n, what))[0]
 
     def count(self, what: str, least_bytes: int) -> int:
         """A uint64 count of things of at least so many bytes each, which must fit in the rest of the file."""
@@ -151,11 +163,12 @@ class _Reader:
             raise self.fail(f"{what} says {n}, more than the file can hold; it is truncated or damaged")
         return n
 
-    def string(self, what: str) -> str:
-        n = self.count(f"the length of {what}", 1)
-        start = self.need(n, what)
+    def string(self, what: str) -> bytes:
+        return self.take(self.count(f"the length of {what}", 1), what)
+
+    def name(self, what: str) -> str:
         try:
-            return self.data[start : start + n].decode("utf-8")
+            return self.string(what).decode("utf-8")
         except UnicodeDecodeError:
             raise self.fail(f"{what} is not UTF-8; the file is damaged") from None
 
@@ -163,9 +176,7 @@ class _Reader:
         if kind in SCALARS:
             return self.scalar(kind, what)
         if kind == STRING:
-            n = self.count(f"the length of {what}", 1)
-            start = self.need(n, what)
-            return self.data[start : start + n].decode("utf-8", "replace")
+            return self.string(what).decode("utf-8", "replace")
         if kind != ARRAY:
             raise self.fail(f"{what} has the unknown value type {kind}; the file is damaged or of a newer version")
         return self.array(what)
@@ -175,10 +186,8 @@ class _Reader:
         if kind in SCALARS:
             fmt, size = SCALARS[kind]
             n = self.count(f"the length of {what}", size)
-            start = self.need(n * size, what)
-            dtype = np.dtype(bool) if kind == BOOL else np.dtype(fmt)
-            found: NDArray[Any] = np.frombuffer(self.data, dtype if kind != BOOL else np.uint8, n, start)
-            return found.copy() if kind != BOOL else found != 0
+            found = np.frombuffer(self.take(n * size, what), np.uint8 if kind == BOOL else fmt)
+            return found.view(bool) if kind == BOOL else found
         if kind == STRING:
             n = self.count(f"the length of {what}", 8)
             start = self.pos
@@ -190,44 +199,35 @@ class _Reader:
 
     def _skip_strings(self, n: int, what: str) -> None:
         """Walks n lengths: the one loop that a large vocabulary's opening time depends on (0.1 us a string)."""
-        pos, data, size_of = self.pos, self.data, struct.Struct("<Q").unpack_from
-        try:
-            for _ in range(n):
+        size_of = struct.Struct("<Q").unpack_from
+        while n:
+            self.read_to(self.pos + 8, what)
+            pos, data, last = self.pos, self.data, len(self.data) - 8
+            while n and pos <= last:
                 pos += 8 + size_of(data, pos)[0]
-        except struct.error:
-            pos += 8
-        self.pos = pos
-        self.need(0, what)
+                n -= 1
+            self.pos = pos
+        self.read_to(self.pos, what)
 
 
 def open_gguf(path: str | Path) -> File:
     """Opens a model by its file or by any shard of a split set; raises UserError with one line on anything wrong."""
     path = Path(path)
     paths = _shard_paths(path)
-    shards, tensors, metadata, first = [], {}, {}, None
-    for i, p in enumerate(paths):
-        meta, infos, shard = _read_shard(p, i)
-        shards.append(shard)
-        first = first or p
-        if i == 0:
-            metadata = meta
-        n_split = meta.get("split.count", 1)
-        if len(paths) > 1 and (n_split != len(paths) or meta.get("split.no") != i):
-            raise UserError(
-                f"{p}: says it is shard {meta.get('split.no')} of {n_split}, its name says {i} of {len(paths)}"
-            )
-        if len(paths) == 1 and n_split not in (0, 1):
-            raise UserError(
-                f"{p}: is one of {n_split} shards, but its name lacks the -00001-of-{n_split:05} that finds the others"
-            )
+    headers = [_read_header(p, i) for i, p in enumerate(paths)]
+    shards = tuple(Shard(p, size) for p, (_, _, size) in zip(paths, headers))
+    metadata = headers[0][0]
+    tensors: dict[str, TensorInfo] = {}
+    for i, (p, (meta, infos, _)) in enumerate(zip(paths, headers)):
+        _check_place(p, meta, i, len(paths))
         for info in infos:
             if info.name in tensors:
-                raise UserError(f"{p}: tensor {info.name!r} is there twice")
+                raise UserError(f"{p}: tensor {info.name!r:.80} is there twice")
             tensors[info.name] = info
     n_expected = metadata.get("split.tensors.count")
-    if len(paths) > 1 and n_expected is not None and n_expected != len(tensors):
-        raise UserError(f"{paths[0]}: the shards hold {len(tensors)} tensors, the first says {n_expected}")
-    return File(path, tuple(shards), MappingProxyType(metadata), tensors)
+    if len(paths) > 1 and isinstance(n_expected, int) and n_expected != len(tensors):
+        raise UserError(f"{paths[0]}: says the shards hold {n_expected} tensors, they hold {len(tensors)}")
+    return File(path, shards, MappingProxyType(metadata), tensors)
 
 
 def _shard_paths(path: Path) -> list[Path]:
@@ -235,30 +235,38 @@ def _shard_paths(path: Path) -> list[Path]:
     if not m or int(m[3]) < 2:
         return [path]
     n = int(m[3])
-    if n > 10000 or not 1 <= int(m[2]) <= n:
-        raise UserError(f"{path}: a shard number of {m[2]} of {m[3]} makes no sense")
+    if not 1 <= int(m[2]) <= n:
+        raise UserError(f"{path}: shard {int(m[2])} of {n} cannot be")
     paths = [path.with_name(f"{m[1]}-{i:05}-of-{n:05}{m[4]}") for i in range(1, n + 1)]
-    if missing := [p for p in paths if not p.exists()]:
+    if missing := [p for p in paths if not os.path.exists(p)]:
         raise UserError(
             f"{path}: {len(missing)} of {n} shards are missing, first {missing[0].name}; put all in one folder"
         )
     return paths
 
 
-def _read_shard(path: Path, index: int) -> tuple[dict[str, Any], list[TensorInfo], Shard]:
+def _check_place(path: Path, meta: dict[str, Any], index: int, n: int) -> None:
+    """Whether a shard's metadata agree with the place that its name gives it."""
+    said, no = meta.get("split.count", 1), meta.get("split.no", 0)
+    if not (isinstance(said, int) and isinstance(no, int)):
+        raise UserError(f"{path}: split.count and split.no are no numbers; the file is damaged")
+    if n == 1 and said > 1:
+        raise UserError(
+            f"{path}: is shard {no + 1} of {said}; give it back its name NAME-{no + 1:05}-of-{said:05}.gguf, by which "
+            "the others are found"
+        )
+    if n > 1 and (said, no) != (n, index):
+        raise UserError(f"{path}: says that it is shard {no + 1} of {said}, its name says {index + 1} of {n}")
+
+
+def _read_header(path: Path, shard: int) -> tuple[dict[str, Any], list[TensorInfo], int]:
+    """Metadata, tensors and size in bytes of one file."""
     try:
-        size = path.stat().st_size
-        n_read = min(size, FIRST_READ_BYTES)
-        while True:
-            with open(path, "rb") as f:
-                data = f.read(n_read)
-            try:
-                meta, infos = _parse(_Reader(path, data, size if len(data) == n_read else len(data)), index)
-                return meta, infos, Shard(path, size)
-            except _NeedMore:
-                n_read = min(size, 2 * n_read)
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; give the .gguf file in it") from None
+        if os.path.exists(path) and not path.is_file():  # a pipe would block
+            raise UserError(f"{path}: is a folder or device; give the .gguf file itself")
+        with open(path, "rb") as f:
+            reader = _Reader(path, f)
+            return *_parse(reader, shard), reader.size
     except OSError as e:
         raise UserError(f"{path}: {e.strerror or e}") from None
 
@@ -269,10 +277,10 @@ def _parse(r: _Reader, shard: int) -> tuple[dict[str, Any], list[TensorInfo]]:
     n_keys = r.count("the number of metadata keys", 13)
     meta: dict[str, Any] = {}
     for i in range(n_keys):
-        key = r.string(f"the name of metadata key {i}")
+        key = r.name(f"the name of metadata key {i}")
         if key in meta:
-            raise r.fail(f"metadata key {key!r} is there twice")
-        what = f"metadata key {key!r}"
+            raise r.fail(f"metadata key {key!r:.80} is there twice")
+        what = f"metadata key {key!r:.80}"
         meta[key] = r.value(int(r.scalar(UINT32, what)), what)
     align = meta.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(align) is not int or align <= 0 or align & (align - 1) or align > 1 << 30:
@@ -287,16 +295,18 @@ def _parse(r: _Reader, shard: int) -> tuple[dict[str, Any], list[TensorInfo]]:
 def _check_magic(r: _Reader) -> None:
     if r.size == 0:
         raise r.fail("the file is empty")
-    magic = r.data[:4]
+    r.read_to(min(r.size, 24), "the header")
+    magic, r.pos = r.data[:4], 4
     if r.data.startswith(b"version https://git-lfs"):
         raise r.fail("is a Git LFS pointer, not the model; run `git lfs pull`")
+    if r.data.lstrip()[:1] == b"<":
+        raise r.fail("is a web page, not the model; download the file itself")
     if magic in (b"ggml", b"ggjt", b"lmgg", b"tjgg", b"fmgg"):
         raise r.fail("is in a format older than GGUF; convert the model again")
     if magic != MAGIC:
         raise r.fail("is no GGUF file (it does not start with GGUF)")
-    r.need(4, "the header")
     version = int(r.scalar(UINT32, "the version"))
-    if version & 0xFFFF == 0:
+    if version in (1 << 24, 2 << 24, 3 << 24):
         raise r.fail("is a big-endian GGUF file; convert the model for little-endian machines")
     if version == 1:
         raise r.fail("is GGUF version 1; convert the model again")
@@ -305,11 +315,11 @@ def _check_magic(r: _Reader) -> None:
 
 
 def _tensor_entry(r: _Reader, i: int) -> tuple[str, tuple[int, ...], int, int]:
-    name = r.string(f"the name of tensor {i}")
-    what = f"the entry of tensor {name!r}"
+    name = r.name(f"the name of tensor {i}")
+    what = f"the entry of tensor {name!r:.80}"
     n_dims = int(r.scalar(UINT32, what))
     if not 1 <= n_dims <= MAX_DIMS:
-        raise r.fail(f"tensor {name!r} has {n_dims} dimensions")
+        raise r.fail(f"tensor {name!r:.80} has {n_dims} dimensions")
     dims = tuple(int(r.scalar(UINT64, what)) for _ in range(n_dims))
     return name, dims[::-1], int(r.scalar(UINT32, what)), int(r.scalar(UINT64, what))
 
@@ -319,17 +329,22 @@ def _tensor_info(
 ) -> TensorInfo:
     kind = BY_ID.get(type_id)
     if kind is None:
-        raise r.fail(f"tensor {name!r} has the unknown type {type_id}; a newer headrace may know it")
+        known = (
+            f"type {OTHER_TYPES[type_id]}, which no model uses" if type_id in OTHER_TYPES else f"unknown type {type_id}"
+        )
+        raise r.fail(f"tensor {name!r:.80} has the {known}; convert the model again or try a newer headrace")
     n = 1
     for d in shape:
         n *= d
     if n <= 0 or shape[-1] % kind.block:
-        raise r.fail(f"tensor {name!r} of shape {list(shape)} does not divide into {kind.name} blocks of {kind.block}")
+        raise r.fail(
+            f"tensor {name!r:.80} of shape {list(shape)} does not divide into {kind.name} blocks of {kind.block}"
+        )
     n_bytes = n // kind.block * kind.block_bytes
     if offset % align:
-        raise r.fail(f"tensor {name!r} starts at {offset}, which is not aligned to {align}")
+        raise r.fail(f"tensor {name!r:.80} starts at {offset}, which is not aligned to {align}")
     if start + offset + n_bytes > r.size:
-        raise r.fail(f"tensor {name!r} ends at byte {start + offset + n_bytes} of {r.size}; the file is truncated")
+        raise r.fail(f"tensor {name!r:.80} ends at byte {start + offset + n_bytes} of {r.size}; the file is truncated")
     return TensorInfo(name, kind, shape, shard, start + offset, n_bytes)
 
 
@@ -337,5 +352,5 @@ def _check_overlap(r: _Reader, infos: list[TensorInfo]) -> None:
     last: TensorInfo | None = None
     for info in sorted(infos, key=lambda t: t.offset_bytes):
         if last and last.offset_bytes + last.n_bytes > info.offset_bytes:
-            raise r.fail(f"tensors {last.name!r} and {info.name!r} overlap; the file is damaged")
+            raise r.fail(f"tensors {last.name!r:.80} and {info.name!r:.80} overlap; the file is damaged")
         last = info
