@@ -1,8 +1,9 @@
 """The demo model's text: documents of the Python standard library, conversations made from them, and the tokenizer."""
 
 import ast
+import bisect
 import hashlib
-import json
+import itertools
 import random
 import re
 import textwrap
@@ -59,6 +60,17 @@ def language_topics(lib: Path) -> dict[str, str]:
     tree = ast.parse((lib / "pydoc_data" / "topics.py").read_text("utf-8"))
     table = next(node.value for node in tree.body if isinstance(node, ast.Assign))
     return {key: text.strip() + "\n" for key, text in ast.literal_eval(table).items()}
+
+
+def pieces(text: str, rng: random.Random) -> Iterator[str]:
+    """The file cut before some of its top-level statements, so that documents begin as a user's prompt would."""
+    lines, start = text.splitlines(keepends=True), 0
+    for node in ast.parse(text).body:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
+        if first > start and rng.random() < 0.3:
+            yield "".join(lines[start:first])
+            start = first
+    yield "".join(lines[start:])
 
 
 # conversations
@@ -190,35 +202,33 @@ def train_tokenizer(texts: list[str], n_vocab: int) -> Any:
 
 
 def make_data(work: Path, libs: list[Path], chat_share: float, seed: int, n_vocab: int) -> None:
-    """Writes tokenizer.json and the token streams: shuffled documents, <|endoftext|> after each."""
+    """Writes tokenizer.json and the token streams: shuffled documents, <|endoftext|> after each.
+
+    The library's own modules come twice, cut at other places: two thirds of the text are its tests.
+    """
     rng = random.Random(seed)
     files = list(unseen_files(libs))
     train = [(name, text) for name, text in files if not is_held_out(name)]
     held_out = [text for name, text in files if is_held_out(name)]
     topics = language_topics(libs[0])
-    code_texts = [text for _, text in train] + list(topics.values())
+    documents = list(topics.values())
+    for name, text in train:
+        for _ in range(1 if "test" in name else 2):
+            documents += pieces(text, rng)
     chats = conversations(train, topics, rng)
     rng.shuffle(chats)
-    budget = int(chat_share / (1 - chat_share) * sum(map(len, code_texts)))
-    kept = 0
-    for count, text in enumerate(chats):  # noqa: B007
-        kept += len(text)
-        if kept > budget:
-            break
-    chats = chats[: count + 1]
-    print(f"{len(train)} files for training, {len(held_out)} held out, {len(topics)} topics, {len(chats)} chats")
+    budget = chat_share / (1 - chat_share) * sum(map(len, documents))
+    ends = list(itertools.accumulate(map(len, chats)))
+    chats = chats[: bisect.bisect(ends, budget)]
+    print(f"{len(train)} files, {len(documents)} documents, {len(chats)} chats; {len(held_out)} files held out")
 
     work.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(code_texts, n_vocab)
+    tokenizer = train_tokenizer([text for _, text in train] + list(topics.values()), n_vocab)
     tokenizer.save(str(work / "tokenizer.json"))
-    documents = code_texts + chats
+    documents += chats
     rng.shuffle(documents)
-    summary = {}
     for name, texts in (("train", documents), ("held_out", held_out)):
         ids = [i for e in tokenizer.encode_batch([t + ENDOFTEXT for t in texts]) for i in e.ids]
         np.array(ids, np.uint16).tofile(work / f"{name}.u16")
         n_bytes = sum(len(t.encode()) for t in texts)
-        summary[name] = {"n_tokens": len(ids), "n_bytes": n_bytes}
         print(f"{name}: {len(texts)} documents, {n_bytes / 1e6:.1f} MB, {len(ids) / 1e6:.2f} M tokens")
-    summary["chat_share"] = min(kept, budget) / sum(map(len, documents))
-    (work / "data.json").write_text(json.dumps(summary))

@@ -2,7 +2,7 @@
 
     pip install torch numpy tokenizers gguf
     python tools/train_demo.py all                       # data, train, export: minutes on one GPU
-    python tools/train_demo.py all --steps 20 --batch 2  # the same path on a CPU, untrained in effect
+    python tools/train_demo.py all --steps 20 --batch 2 --eval-windows 2  # the same path on a CPU, far from trained
 
 The three stages hand over files in `--work` (default build/demo), so each can run on another machine:
 
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's sizes, GGUF's names: 7.9 M weights, 3.5 M of them used for a token."""
+    """The model's sizes, GGUF's names: 7.95 M weights, 3.8 M of them used for a token."""
 
     n_vocab: int = 4096
     n_embd: int = 256
@@ -171,6 +171,8 @@ def train(work: Path, shape: Shape, args: argparse.Namespace) -> None:
         for name in ("train", "held_out")
     }
     model = build_model(shape, args.dropout).to(device)
+    if args.init:
+        model.load_state_dict(read_weights(args.init)[1])
     forward = torch.compile(model) if args.compile else model
     muon = [p for n, p in model.named_parameters() if p.ndim >= 3 and n != "ffn_gate_inp"]
     momenta = [torch.zeros_like(p) for p in muon]
@@ -178,6 +180,9 @@ def train(work: Path, shape: Shape, args: argparse.Namespace) -> None:
     adam = torch.optim.AdamW(rest, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
     draw = torch.Generator().manual_seed(args.seed)
     window = torch.arange(args.length + 1, device=device)
+    last_start = len(tokens["train"]) - args.length - 1
+    # A prompt is a document's beginning after <|endoftext|>, so half of the windows begin there.
+    documents = (tokens["train"][:last_start] == shape.n_vocab - len(SPECIALS)).nonzero().squeeze(1).cpu()
     log = (work / "log.txt").open("w")
 
     def say(text: str) -> None:
@@ -205,8 +210,10 @@ def train(work: Path, shape: Shape, args: argparse.Namespace) -> None:
     say(f"{n_weights / 1e6:.2f} M weights, {args.steps} steps of {per_step} tokens, on {device}; {vars(args)}")
     start, mark = time.perf_counter(), (0, time.perf_counter())
     for step in range(1, args.steps + 1):
-        at = torch.randint(len(tokens["train"]) - args.length, (args.batch, 1), generator=draw).to(device)
-        loss, extra, _ = loss_of(tokens["train"][at + window])
+        anywhere = torch.randint(last_start, (args.batch - args.batch // 2,), generator=draw)
+        beginnings = documents[torch.randint(len(documents), (args.batch // 2,), generator=draw)]
+        at = torch.cat((anywhere, beginnings)).to(device)
+        loss, extra, _ = loss_of(tokens["train"][at[:, None] + window])
         (loss + extra).backward()
         warm_up = max(1, args.steps // 50)
         rate = min(step / warm_up, (args.steps + 1 - step) / (args.steps - warm_up + 1))
@@ -239,6 +246,14 @@ def train(work: Path, shape: Shape, args: argparse.Namespace) -> None:
         shape=json.dumps(asdict(shape)),
         **{n: w if w.ndim < 2 or n == "ffn_gate_inp" else w.astype(np.float16) for n, w in weights.items()},
     )
+
+
+def read_weights(path: Path) -> tuple[Shape, dict[str, Any]]:
+    import torch
+
+    archive = np.load(path)
+    weights = {n: torch.from_numpy(archive[n]).float() for n in archive.files if n != "shape"}
+    return Shape(**json.loads(str(archive["shape"]))), weights
 
 
 # export
@@ -285,7 +300,7 @@ def export(work: Path, out: Path) -> None:
     writer.add_bos_token_id(vocab[ENDOFTEXT])
     writer.add_eos_token_id(vocab[IM_END])
     writer.add_pad_token_id(vocab[ENDOFTEXT])
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(True)
     writer.add_chat_template(CHAT_TEMPLATE)
 
     q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -320,7 +335,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--init", type=Path, help="a weights.npz to continue from")
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=32, help="windows per step")
     parser.add_argument("--length", type=int, default=Shape.n_ctx, help="tokens per window")
     parser.add_argument("--dropout", type=float, default=0.1)
