@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 .PHONY: demo test check format bench clean
 
 demo: $(VENV)/.run
-	$(BIN)/headrace run -p 'def read_lines(path):' -n 96 --temp 0
+	$(BIN)/headrace run --echo -n 96 --temp 0 -p "$$(printf 'def read_lines(path):\n    """Read a line')"
 
 test: $(VENV)/.test check
 	$(BIN)/python -m pytest
