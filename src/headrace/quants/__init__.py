@@ -13,9 +13,13 @@ from numpy.typing import NDArray
 
 from . import codebook_types as iq
 from . import scalar_types as scalar
+from .encode import ENCODERS
+from .random_blocks import random_blocks
+from .scalar_types import Bytes, Floats
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+__all__ = [
+    "BY_ID", "OTHER_TYPES", "TYPES", "Bytes", "Floats", "TensorType", "dequantize", "quantize", "random_blocks",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class TensorType:
         return n // self.block * self.block_bytes
 
     def n_bytes(self, shape: tuple[int, ...]) -> int:
-        return self.row_bytes(math.prod(shape))
+        return math.prod(shape[:-1]) * self.row_bytes(shape[-1])
 
 
 # sizes and ids: ggml.h, ggml-common.h
@@ -79,46 +83,24 @@ OTHER_TYPES = {
 """ggml's other types, by id: removed from files, or never weights."""
 
 
+PIECE_WEIGHTS = 1 << 18
+
+
 def dequantize(raw: Bytes, type: TensorType, shape: tuple[int, ...]) -> Floats:
-    """Decodes a tensor's bytes, uint8 [n_bytes], to float32 of the given shape."""
+    """Decodes a tensor's bytes, uint8 [n_bytes], to float32 of the given shape.
+
+    In pieces: the decoders' temporaries, up to ten times the result, stay in the cache.
+    """
+    assert raw.size == type.n_bytes(shape), f"{raw.size} bytes are no {type.name} of shape {shape}"
     blocks = np.ascontiguousarray(raw).reshape(-1, type.block_bytes)
-    return np.asarray(type.decode(blocks), np.float32).reshape(shape)
+    out = np.empty((len(blocks), type.block), np.float32)
+    step = PIECE_WEIGHTS // type.block
+    for i in range(0, len(blocks), step):
+        out[i : i + step] = type.decode(blocks[i : i + step])
+    return out.reshape(shape)
 
 
 def quantize(values: NDArray[Any], type: TensorType) -> Bytes:
-    """Encodes float values, uint8 [n_bytes]; for F32, F16, BF16, Q8_0 and Q4_0, rounded as ggml does."""
-    encode = {
-        "F32": scalar.to_f32,
-        "F16": scalar.to_f16,
-        "BF16": scalar.to_bf16,
-        "Q8_0": scalar.to_q8_0,
-        "Q4_0": scalar.to_q4_0,
-    }
-    assert type.name in encode, f"there is no encoder for {type.name}"
-    return encode[type.name](np.ascontiguousarray(values, np.float32).reshape(-1, type.block)).reshape(-1)
-
-
-def random_blocks(type: TensorType, n_blocks: int, rng: np.random.Generator, scale: float) -> Bytes:
-    """Random valid blocks, uint8 [n_blocks, block_bytes], whose weights have a standard deviation of about `scale`.
-
-    All bits are random but the scales; weights that a minimum is subtracted from are centred on zero.
-    """
-    if type.name in ("F32", "F16", "BF16"):
-        return quantize(rng.standard_normal((n_blocks, 1)).astype(np.float32) * scale, type).reshape(n_blocks, -1)
-    blocks = rng.integers(0, 256, (n_blocks, type.block_bytes), np.uint8)
-    if type.name == "TQ2_0":  # 2-bit quants are 0 to 2
-        blocks ^= (blocks & (blocks >> 1) & np.uint8(0x55)) << np.uint8(1)
-    unit, spread = _UNITS[type.name]
-    d = (scale / spread * rng.uniform(0.7, 1.3, n_blocks)).astype(np.float32)
-    scalar.set_scales(blocks, type.name, type.scales, d, unit)
-    return blocks
-
-
-# name: (minimum per scale, standard deviation of random bits at scale 1)
-_UNITS = {
-    "Q4_0": (0.0, 4.6), "Q4_1": (-7.5, 4.6), "Q5_0": (0.0, 9.2), "Q5_1": (-15.5, 9.2), "Q8_0": (0.0, 74.0),
-    "Q2_K": (1.5, 15.0), "Q3_K": (0.0, 43.0), "Q4_K": (7.5, 262.0), "Q5_K": (15.5, 541.0), "Q6_K": (0.0, 1370.0),
-    "IQ2_XXS": (0.0, 54.0), "IQ2_XS": (0.0, 53.0), "IQ3_XXS": (0.0, 140.0), "IQ1_S": (0.0, 7.2), "IQ4_NL": (0.0, 70.0),
-    "IQ3_S": (0.0, 160.0), "IQ2_S": (0.0, 53.0), "IQ4_XS": (0.0, 1300.0), "IQ1_M": (0.0, 7.2), "TQ1_0": (0.0, 0.82),
-    "TQ2_0": (0.0, 1.0), "MXFP4": (0.0, 6.25), "NVFP4": (0.0, 9.1), "Q1_0": (0.0, 1.0),
-}  # fmt: skip
+    """Encodes float values whose rows are whole blocks, uint8 [n_bytes]; for the types in ENCODERS."""
+    assert type.name in ENCODERS, f"there is no encoder for {type.name}"
+    return ENCODERS[type.name](np.ascontiguousarray(values, np.float32).reshape(-1, type.block)).reshape(-1)

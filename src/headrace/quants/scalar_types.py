@@ -13,6 +13,20 @@ E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.fl
 """Twice the value of each 4-bit float (OCP microscaling formats, v1.0)."""
 
 
+def half_ue4m3() -> Floats:
+    """Half the value of each byte as an unsigned 8-bit float, bias 7; ggml reads NaN as 0 and ignores the upper bit."""
+    x = np.arange(256)
+    e, m = x >> 3 & 15, (x & 7).astype(np.float32)
+    values = np.where(e == 0, np.ldexp(m, -10), np.ldexp(1 + m / 8, e - 8)).astype(np.float32)
+    values[0x7F] = 0
+    return values
+
+
+HALF_UE4M3 = half_ue4m3()
+HALF_E8M0 = np.ldexp(np.float32(1), np.arange(256) - 128)
+"""Half the value of each byte as an exponent: 2^(e - 128)."""
+
+
 def half(b: Bytes, at: int) -> Floats:
     """The float16 at byte `at` of each block, float32 [n, 1]."""
     return b[:, at : at + 2].copy().view(np.float16).astype(np.float32)
@@ -143,80 +157,16 @@ def tq2_0(b: Bytes) -> Floats:
 
 
 def mxfp4(b: Bytes) -> Floats:
-    """An exponent byte e, 16 bytes of 4-bit floats: 2^(e - 127) each (the table holds twice the value)."""
-    e = b[:, :1].astype(np.uint32)
-    d = (
-        np.where(e < 2, np.uint32(0x00200000) << e, (e - np.uint32(1)) << np.uint32(23))
-        .astype(np.uint32)
-        .view(np.float32)
-    )
-    return d * E2M1[nibbles(b[:, 1:])]
+    """An exponent byte e, 16 bytes of 4-bit floats: 2^(e - 127) each."""
+    return HALF_E8M0[b[:, :1]] * E2M1[nibbles(b[:, 1:])]
 
 
 def nvfp4(b: Bytes) -> Floats:
-    """4 unsigned E4M3 scales, 32 bytes of 4-bit floats: sub-blocks of 16 in 8 bytes each."""
-    x = b[:, :4]
-    e, m = (x >> 3 & 15).astype(np.float32), (x & 7).astype(np.float32)
-    d = np.where(e == 0, m * np.float32(2**-9), (1 + m / 8) * np.exp2(e - 7)) * np.float32(0.5)
-    d = np.where((x == 0) | (x == 0x7F), 0, d).astype(np.float32)
+    """4 unsigned E4M3 scales, 32 bytes of 4-bit floats: 4 sub-blocks of 16 weights in 8 bytes each."""
     q = fields(b[:, 4:].reshape(-1, 4, 8), (0, 4), 15).reshape(-1, 4, 16)
-    return (d[..., None] * E2M1[q]).reshape(len(b), 64)
+    return (HALF_UE4M3[b[:, :4]][..., None] * E2M1[q]).reshape(len(b), 64)
 
 
 def q1_0(b: Bytes) -> Floats:
     """d, 128 bits: d where set, -d where not."""
     return half(b, 0) * (2 * np.unpackbits(b[:, 2:], 1, bitorder="little").astype(np.float32) - 1)
-
-
-# encoders -------------------------------------------------------------------------------------------------------------
-
-
-def to_f32(x: Floats) -> Bytes:
-    return x.astype("<f4").view(np.uint8)
-
-
-def to_f16(x: Floats) -> Bytes:
-    return x.astype("<f2").view(np.uint8)
-
-
-def to_bf16(x: Floats) -> Bytes:
-    """Rounded to nearest, ties to even."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").view(np.uint8)
-
-
-def _away(x: Floats) -> Floats:
-    """Rounds halves away from zero, as C's roundf."""
-    return np.trunc(x + np.copysign(np.float32(0.5), x))
-
-
-def to_q8_0(x: Floats) -> Bytes:
-    d = np.abs(x).max(1, keepdims=True) / np.float32(127)
-    inverse = np.divide(1, d, out=np.zeros_like(d), where=d > 0)
-    q = _away(x * inverse).astype(np.int8)
-    return np.concatenate([d.astype("<f2").view(np.uint8), q.view(np.uint8)], 1)
-
-
-def to_q4_0(x: Floats) -> Bytes:
-    """d makes the value of greatest magnitude -8."""
-    peak = np.take_along_axis(x, np.abs(x).argmax(1)[:, None], 1)
-    d = peak / np.float32(-8)
-    inverse = np.divide(1, d, out=np.zeros_like(d), where=d != 0)
-    q = np.minimum(np.trunc(x.astype(np.float64) * inverse + 8.5), 15).astype(np.uint8)
-    return np.concatenate([d.astype("<f2").view(np.uint8), q[:, :16] | q[:, 16:] << np.uint8(4)], 1)
-
-
-def set_scales(b: Bytes, name: str, at: tuple[int, ...], d: Floats, unit: float) -> None:
-    """Writes block scales d [n] (the second offset: unit * d) into blocks of random bits."""
-    for i, offset in enumerate(at):
-        b[:, offset : offset + 2] = (d * (unit if i else 1.0)).astype("<f2").view(np.uint8).reshape(-1, 2)
-    if name == "IQ1_M":  # the scale's nibbles are the upper ones of the last four 16-bit words
-        bits = d.astype("<f2").view("<u2")
-        for i in range(4):
-            byte = b[:, 49 + 2 * i]
-            byte[...] = (byte & 15) | ((bits >> (4 * i) & 15) << 4).astype(np.uint8)
-    elif name == "MXFP4":
-        b[:, 0] = np.clip(np.round(np.log2(d) + 128), 0, 254)
-    elif name == "NVFP4":
-        e = np.clip(np.round(np.log2(d)) + 8, 0, 15).astype(np.uint8)
-        b[:, :4] = np.where(e == 15, 14, e)[:, None] << 3 | (b[:, :4] & 7)
