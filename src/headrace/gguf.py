@@ -329,10 +329,10 @@ def _tensor_info(
 ) -> TensorInfo:
     kind = BY_ID.get(type_id)
     if kind is None:
-        known = (
-            f"type {OTHER_TYPES[type_id]}, which no model uses" if type_id in OTHER_TYPES else f"unknown type {type_id}"
+        known = f"type {OTHER_TYPES[type_id]}" if type_id in OTHER_TYPES else f"unknown type {type_id}"
+        raise r.fail(
+            f"tensor {name!r:.80} has the {known}, which cannot be read; use another quantization of the model"
         )
-        raise r.fail(f"tensor {name!r:.80} has the {known}; convert the model again or try a newer headrace")
     n = 1
     for d in shape:
         n *= d

@@ -282,7 +282,7 @@ BAD = {
     "zero width": (tensor((0, 4)), r"tensor 't' of shape \[4, 0\] does not"),
     "width": (tensor((32, 8), 12), r"shape \[8, 32\] does not .* Q4_K .* 256"),
     "unknown type": (tensor(kind=99), "tensor 't' has the unknown type 99"),
-    "known type": (tensor(kind=31), "tensor 't' has the type Q4_0_4_4, which no model uses"),
+    "known type": (tensor(kind=31), "tensor 't' has the type Q4_0_4_4, which cannot be read"),
     "huge tensor": (tensor((1 << 62,) * 4), "'t' ends at byte .* truncated"),
     "far offset": (two(1 << 62), "tensor 'u' ends at byte 4611686018427388.* truncated"),
     "misaligned": (two(130), "tensor 'u' starts at 130, which is not aligned to 32"),

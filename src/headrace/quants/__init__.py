@@ -78,11 +78,9 @@ TYPES = {t.name: t for t in TABLE}
 BY_ID = {t.id: t for t in TABLE}
 OTHER_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4",
-    32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+    32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 42: "Q2_0",
 }  # fmt: skip
-"""ggml's other types, by id: removed from files, or never weights."""
-
-
+"""ggml's other types, by id, for messages: withdrawn, never of weights, or newer."""
 PIECE_WEIGHTS = 1 << 18
 
 
