@@ -321,6 +321,12 @@ def test_random_blocks_have_the_wanted_deviation(type: TensorType) -> None:
         assert len(np.unique(raw, axis=0)) > 0.3 * len(raw) or type.block == 1
 
 
+def test_random_blocks_are_such_as_a_quantizer_writes() -> None:
+    assert blocks_of(TYPES["Q8_0"])[:, 2:].view(np.int8).min() == -127
+    twos = blocks_of(TYPES["TQ2_0"])[:, :64]
+    assert not any((twos >> shift & 3 == 3).any() for shift in (0, 2, 4, 6))
+
+
 @ALL
 def test_random_blocks_follow_from_the_seed(type: TensorType) -> None:
     made = [random_blocks(type, 1001, np.random.default_rng(seed), 0.1) for seed in (1, 1, 2)]

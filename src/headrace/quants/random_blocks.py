@@ -1,4 +1,4 @@
-"""Random valid blocks of any type, fast enough to write model files with: 0.5 to 1.5 GB/s."""
+"""Random valid blocks of any type, fast enough to write model files with: 0.5 to 2 GB/s."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -47,11 +47,11 @@ def _bits(n_bytes: int, rng: np.random.Generator) -> Bytes:
 
 
 def _make_valid(blocks: Bytes, name: str) -> None:
-    """Replaces bit patterns that no quantizer writes, in place."""
+    """Replaces bit patterns that no quantizer writes, in place; scales, set later, may change too."""
     if name == "Q8_0":  # -128
-        np.maximum(blocks[:, 2:].view(np.int8), -127, out=blocks[:, 2:].view(np.int8))
+        np.maximum(blocks.view(np.int8), -127, out=blocks.view(np.int8))
     elif name == "TQ2_0":  # a 2-bit 3: it becomes 1
-        blocks[:, :64] ^= (blocks[:, :64] & (blocks[:, :64] >> np.uint8(1)) & np.uint8(0x55)) << np.uint8(1)
+        blocks ^= (blocks & (blocks >> np.uint8(1)) & np.uint8(0x55)) << np.uint8(1)
 
 
 @cache
