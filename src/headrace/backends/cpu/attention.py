@@ -106,7 +106,7 @@ def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_
         i64(a, 15),
         i64(a, 16),
     )
-    rows = n_tok * group
+    kernels, rows = i64(a, 30), n_tok * group
     n, wide = (rows + 15) // 16 * 16, (dim + 15) // 16 * 16
     direct = i64(a, 28) > 0 and k_f16 and v_f16 and rows <= FEW_ROWS and dim % WIDE == 0
     at_k, at_v, at_s, at_m, _, _ = scratch_layout(n, dim)
@@ -144,6 +144,7 @@ def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_
             while j < n_keys:
                 row, run = _run(table, page, start + j, n_keys - j)
                 dots(
+                    kernels,
                     s + 4 * j * n,
                     4 * n,
                     k_cache + row * k_bytes + 2 * head * dim,
@@ -158,11 +159,11 @@ def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_
         else:
             _expand(k, 4 * dim, k_cache, k_bytes, k_f16, head, table, page, start, n_keys, dim)
             _expand(v, 4 * wide, v_cache, v_bytes, v_f16, head, table, page, start, n_keys, dim)
-            matmul(s, 4 * n, k, 4 * dim, 4, mem, 4 * n, n_keys, n, dim, 0)
+            matmul(kernels, s, 4 * n, k, 4 * dim, 4, mem, 4 * n, n_keys, n, dim, 0)
         if start < most_low or start + n_keys > least_high:
             _mask(s, start, n_keys, n, low, high)
         for r in range(0, n, LANES):
-            softmax_columns(s + 4 * r, 4 * n, n_keys, m + 4 * r, total + 4 * r, factor + 4 * r)
+            softmax_columns(kernels, s + 4 * r, 4 * n, n_keys, m + 4 * r, total + 4 * r, factor + 4 * r)
         for r in range(rows):
             if f32(factor, r) != 1:
                 scale_row(o + r * o_row, o + r * o_row, f32(factor, r), wide)
@@ -171,11 +172,21 @@ def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_
             while j < n_keys:
                 row, run = _run(table, page, start + j, n_keys - j)
                 matmul_halves(
-                    o, o_row, s + 4 * j * n, 4, 4 * n, v_cache + row * v_bytes + 2 * head * dim, v_bytes, rows, dim, run
+                    kernels,
+                    o,
+                    o_row,
+                    s + 4 * j * n,
+                    4,
+                    4 * n,
+                    v_cache + row * v_bytes + 2 * head * dim,
+                    v_bytes,
+                    rows,
+                    dim,
+                    run,
                 )
                 j += run
         else:
-            matmul(o, o_row, s, 4, 4 * n, v, 4 * wide, rows, wide, n_keys, 1)
+            matmul(kernels, o, o_row, s, 4, 4 * n, v, 4 * wide, rows, wide, n_keys, 1)
         start += KEYS
     for r in range(rows):
         put_f32(o + r * o_row, wide, f32(m, r))
@@ -221,7 +232,7 @@ def _find_tile(seq_start, tile, per_tile):
 def attention(tid, team, a):
     """T, S, G | group, C, scale, page, window | q, s0, s1 | k cache, row bytes, is f16 | v cache, row bytes, is f16 |
     positions, seq_start, block_table, n_block | out, s0, s1 | sinks or 0 | scratch, bytes a thread |
-    partial results, splits, split length
+    partial results, splits, split length | kernels (tiles.py)
 
     Splits 0: a unit of work is (tile, kv head). Else the few-token form: (token, kv head, range of positions)."""
     n_tokens, n_seq, n_kv, group, dim, window = i64(a, 0), i64(a, 1), i64(a, 2), i64(a, 3), i64(a, 4), i64(a, 7)

@@ -6,19 +6,19 @@ faster. S is read twice and written once a token.
 """
 
 import math
+from functools import cache as once
 from itertools import chain
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from .floats import fast, sigmoid, silu
+from .jit import jit
 from .native import copy, f32, i32, i64, inner, op, put_f32
 from .rowops import CHUNK, zero
 from .team import barrier, share, take
-from .tiles import F32, I64, LANES, VECTOR, fma, load, spread, step, store
+from .tiles import F32, I64, LANES, VECTOR, call8, fma, load, spread, step, store
 
 STRIP, WIDE_STRIP = 32, 128
 FEW = 2
@@ -88,62 +88,62 @@ def conv1d(tid, team, a):
 
 
 def _delta_step(n_vectors, n_rows):
-    """One token for 16 n_vectors columns of S at address s, row stride in bytes; k, q of length n, a multiple of
-    n_rows: S *= decay; S += k (rate (v - S^T k))^T; out = S^T q scale. Sums run in n_vectors x n_rows registers."""
+    """step(s, s_row, n, k, q, v, gate, out): one token for 16 n_vectors columns of S at address s, row stride in bytes;
+    k, q of length n, a multiple of n_rows; gate: decay, rate, scale. S *= decay; S += k (rate (v - S^T k))^T;
+    out = S^T q scale. Sums run in n_vectors x n_rows registers."""
 
-    def fn(tyctx, s, s_row, n, k, q, v, decay, rate, scale, out):
-        def codegen(ctx, b, sig, args):
-            s, s_row, n, k, q, v, decay, rate, scale, out = args
-            columns = [I64(c) for c in range(n_vectors)]
-            learnt, answer = (
-                [[cgutils.alloca_once(b, VECTOR) for _ in range(n_rows)] for _ in columns] for _ in range(2)
-            )  # fmt: skip
-            for cell in chain(*learnt, *answer):
-                b.store(ir.Constant(VECTOR, None), cell)
+    def emit(e, *args):
+        b, (s, s_row, n, k, q, v, gate, out) = e.b, (x.v for x in args)
+        columns = [I64(c) for c in range(n_vectors)]
+        learnt, answer = ([[cgutils.alloca_once(b, VECTOR) for _ in range(n_rows)] for _ in columns] for _ in range(2))
+        for cell in chain(*learnt, *answer):
+            b.store(ir.Constant(VECTOR, None), cell)
 
-            def rows():
-                """The first of n_rows rows at each turn."""
-                return cgutils.for_range_slice(b, I64(0), n, I64(n_rows), inc=True)
+        def rows():
+            """The first of n_rows rows at each turn."""
+            return cgutils.for_range_slice(b, I64(0), n, I64(n_rows), inc=True)
 
-            def add(cell, x, y):
-                b.store(fma(b, x, y, b.load(cell, typ=VECTOR)), cell)
+        def add(cell, x, y):
+            b.store(fma(b, x, y, b.load(cell, typ=VECTOR)), cell)
 
-            def summed(cells):
-                parts = [b.load(cell, typ=VECTOR) for cell in cells]
-                while len(parts) > 1:
-                    parts = [b.fadd(x, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
-                return parts[0]
+        def summed(cells):
+            parts = [b.load(cell, typ=VECTOR) for cell in cells]
+            while len(parts) > 1:
+                parts = [b.fadd(x, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+            return parts[0]
 
-            with rows() as (first, _):
-                for j in range(n_rows):
-                    i = b.add(first, I64(j))
-                    key, row = spread(b, load(b, k, F32, i)), step(b, s, i, s_row)
-                    for c, cells in zip(columns, learnt, strict=True):
-                        add(cells[j], key, load(b, row, VECTOR, c))
-            g, pace = spread(b, decay), spread(b, rate)
-            u = [
-                b.fmul(pace, b.fsub(load(b, v, VECTOR, c), b.fmul(g, summed(cells))))
-                for c, cells in zip(columns, learnt, strict=True)
-            ]
-            with rows() as (first, _):
-                for j in range(n_rows):
-                    i = b.add(first, I64(j))
-                    key, query = spread(b, load(b, k, F32, i)), spread(b, load(b, q, F32, i))
-                    row = step(b, s, i, s_row)
-                    for c, cells, change in zip(columns, answer, u, strict=True):
-                        new = fma(b, key, change, b.fmul(g, load(b, row, VECTOR, c)))
-                        store(b, new, row, c)
-                        add(cells[j], query, new)
-            for c, cells in zip(columns, answer, strict=True):
-                store(b, b.fmul(summed(cells), spread(b, scale)), out, c)
-            return ctx.get_dummy_value()
+        with rows() as (first, _):
+            for j in range(n_rows):
+                i = b.add(first, I64(j))
+                key, row = spread(b, load(b, k, F32, i)), step(b, s, i, s_row)
+                for c, cells in zip(columns, learnt, strict=True):
+                    add(cells[j], key, load(b, row, VECTOR, c))
+        decay, rate, scale = (spread(b, load(b, gate, F32, I64(i))) for i in range(3))
+        u = [
+            b.fmul(rate, b.fsub(load(b, v, VECTOR, c), b.fmul(decay, summed(cells))))
+            for c, cells in zip(columns, learnt, strict=True)
+        ]
+        with rows() as (first, _):
+            for j in range(n_rows):
+                i = b.add(first, I64(j))
+                key, query = spread(b, load(b, k, F32, i)), spread(b, load(b, q, F32, i))
+                row = step(b, s, i, s_row)
+                for c, cells, change in zip(columns, answer, u, strict=True):
+                    new = fma(b, key, change, b.fmul(decay, load(b, row, VECTOR, c)))
+                    store(b, new, row, c)
+                    add(cells[j], query, new)
+        for c, cells in zip(columns, answer, strict=True):
+            store(b, b.fmul(summed(cells), scale), out, c)
 
-        return types.void(*[types.int64] * 6, *[types.float32] * 3, types.int64), codegen
-
-    return intrinsic(fn)
+    return emit
 
 
-_step_strip, _step_wide = _delta_step(STRIP // LANES, 2), _delta_step(WIDE_STRIP // LANES, 1)
+@once
+def kernels():
+    """Addresses of the step for STRIP and for WIDE_STRIP columns."""
+    build = jit().address
+    narrow, wide = _delta_step(STRIP // LANES, 2), _delta_step(WIDE_STRIP // LANES, 1)
+    return build("delta_narrow", 8, narrow), build("delta_wide", 8, wide)
 
 
 @inner
@@ -152,8 +152,9 @@ def _softplus(x):
 
 
 @inner
-def _delta_plain(s, s_row, n, k, q, v, decay, rate, scale, out, width):
+def _delta_plain(s, s_row, n, k, q, v, gate, out, width):
     """_delta_step for any width and n, column by column."""
+    decay, rate, scale = f32(gate, 0), f32(gate, 1), f32(gate, 2)
     for c in range(width):
         total = np.float32(0)
         for i in range(n):
@@ -169,7 +170,8 @@ def _delta_plain(s, s_row, n, k, q, v, decay, rate, scale, out, width):
 @op
 def delta_net(tid, team, a):
     """T, S, Hk, Hv, k_dim, v_dim | q, s0, s1 | k, s0, s1 | v, s0, s1 | out, s0, s1 | alpha, s0 | beta, s0 |
-    dt_bias, a float32 | state | slots, positions, seq_start | gates float32 [T, Hv, 2] | scratch, bytes a thread"""
+    dt_bias, a float32 | state | slots, positions, seq_start | gates float32 [T, Hv, 3] | scratch, bytes a thread |
+    kernels of a strip and of a wide one"""
     n_tok, n_seq, n_k_head, n_head, k_dim, v_dim = i64(a, 0), i64(a, 1), i64(a, 2), i64(a, 3), i64(a, 4), i64(a, 5)
     q, q0, q1, k, k0, k1 = i64(a, 6), i64(a, 7), i64(a, 8), i64(a, 9), i64(a, 10), i64(a, 11)
     v, v0, v1, out, out0, out1 = i64(a, 12), i64(a, 13), i64(a, 14), i64(a, 15), i64(a, 16), i64(a, 17)
@@ -181,8 +183,9 @@ def delta_net(tid, team, a):
     for i in range(first, last):
         t, h = i // n_head, i % n_head
         x = np.float64(f32(alpha + t * alpha0, h)) + f32(dt_bias, h)
-        put_f32(gates, 2 * i, np.float32(math.exp(f32(decay, h) * _softplus(x))))
-        put_f32(gates, 2 * i + 1, sigmoid(f32(beta + t * beta0, h)))
+        put_f32(gates, 3 * i, np.float32(math.exp(f32(decay, h) * _softplus(x))))
+        put_f32(gates, 3 * i + 1, sigmoid(f32(beta + t * beta0, h)))
+        put_f32(gates, 3 * i + 2, scale)
     barrier(team)
     strip_width = WIDE_STRIP if n_tok <= FEW * n_seq and v_dim % WIDE_STRIP == 0 else np.int64(STRIP)
     strips = (v_dim + strip_width - 1) // strip_width
@@ -202,13 +205,13 @@ def delta_net(tid, team, a):
         for t in range(begin, end):
             kt, qt = k + t * k0 + h % n_k_head * k1, q + t * q0 + h % n_k_head * q1
             vt, target = v + t * v0 + h * v1 + 4 * column, out + t * out0 + h * out1 + 4 * column
-            g, rate = f32(gates, 2 * (t * n_head + h)), f32(gates, 2 * (t * n_head + h) + 1)
+            gate = gates + 12 * (t * n_head + h)
             if width == WIDE_STRIP:
-                _step_wide(strip, strip_row, k_dim, kt, qt, vt, g, rate, scale, target)
+                call8(i64(a, 32), strip, strip_row, k_dim, kt, qt, vt, gate, target)
             elif width == STRIP and k_dim % 2 == 0:
-                _step_strip(strip, strip_row, k_dim, kt, qt, vt, g, rate, scale, target)
+                call8(i64(a, 31), strip, strip_row, k_dim, kt, qt, vt, gate, target)
             else:
-                _delta_plain(strip, strip_row, k_dim, kt, qt, vt, g, rate, scale, target, width)
+                _delta_plain(strip, strip_row, k_dim, kt, qt, vt, gate, target, width)
         if strip != home:
             for i in range(k_dim):
                 copy(home + i * home_row, strip + i * strip_row, 4 * width)

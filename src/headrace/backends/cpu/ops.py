@@ -8,7 +8,7 @@ import numpy as np
 
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
-from . import attention, deltanet, router, rowops
+from . import attention, deltanet, router, rowops, tiles
 from .calls import Tensor, at, floats_at, rows
 from .native import float_bits
 from .products import Products
@@ -121,7 +121,7 @@ class CpuOps(Products):
             n_tokens, n_seq, n_kv, group, dim, float_bits(spec.scale), state.page, spec.window,
             at(q), *q.strides[:2], *_cache(cache.k), *_cache(cache.v), at(state.positions), at(state.seq_start),
             at(state.block_table), n_block, at(out), *out.strides[:2], floats_at(sinks), at(scratch), tile_bytes,
-            at(scratch) + tile_bytes * self.team.n_threads, n_split, length,
+            at(scratch) + tile_bytes * self.team.n_threads, n_split, length, at(tiles.kernels()),
             out=(out,), keep=(q, cache, state, sinks, scratch),
         )  # fmt: skip
 
@@ -157,14 +157,14 @@ class CpuOps(Products):
     ) -> None:  # fmt: skip
         n_tokens = q.shape[0]
         strip_bytes = 4 * spec.k_dim * deltanet.STRIP
-        gate_bytes = (8 * n_tokens * spec.n_v_head + 63) // 64 * 64
+        gate_bytes = (12 * n_tokens * spec.n_v_head + 63) // 64 * 64
         scratch = self.scratch(gate_bytes + strip_bytes * self.team.n_threads)
         self.call(
             deltanet.delta_net, n_tokens, len(state.state_slots), spec.n_k_head, spec.n_v_head, spec.k_dim, spec.v_dim,
             *(n for x in (q, k, v, out) for n in (at(x), *x.strides[:2])), at(alpha), alpha.strides[0],
             at(beta), beta.strides[0], floats_at(dt_bias), floats_at(a), at(cache.s), at(state.state_slots),
             at(state.positions), at(state.seq_start), at(scratch), at(scratch) + gate_bytes, strip_bytes,
-            out=(out, cache.s), keep=(q, k, v, alpha, beta, dt_bias, a, state, scratch),
+            *deltanet.kernels(), out=(out, cache.s), keep=(q, k, v, alpha, beta, dt_bias, a, state, scratch),
         )  # fmt: skip
 
 
