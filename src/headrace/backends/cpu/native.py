@@ -25,6 +25,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
 from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
@@ -62,6 +63,16 @@ class _Impl(CompileResultCacheImpl):
     _locator_classes = [_Locator]  # noqa: RUF012
 
 
+class _Library(JITCodeLibrary):
+    """Numba links a helper into its callers after its machine code is made, which rewrites its LLVM module; optimised
+    again, such a module may be wrong (LLVM 22 dropped a remainder row). This library keeps a copy from before."""
+
+    def _finalize_specific(self):
+        self._finalized = True
+        self._get_module_for_linking()
+        super()._finalize_specific()
+
+
 class _Cache(FunctionCache):
     """Numba's function cache in our folder; a file that cannot be read, understood or written counts as absent."""
 
@@ -74,6 +85,7 @@ class _Cache(FunctionCache):
         except Exception:
             found = None
         if found is None:
+            target_context.codegen()._library_class = _Library
             cache.compiling(self._py_func.__name__)
         return found
 

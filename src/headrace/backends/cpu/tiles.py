@@ -1,8 +1,7 @@
 """Register tiles in LLVM vector code, 16 floats a vector: small products, dots with halves, softmax down columns.
 
 All strides are in bytes. LLVM splits the vectors for narrower machines; tiles are sized for the registers. Each kernel
-is an object of its own (jit.py), called through the address in `kernels()`: inside a numba function its loops would be
-optimised a second time after code generation, and LLVM 22 was seen to drop the first row of a remainder loop there.
+is an object of its own (jit.py), called through its address in `kernels()`: compiled once, not into every user.
 """
 
 from functools import cache as once
