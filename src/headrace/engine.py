@@ -84,11 +84,11 @@ class Engine:
             self.host = HostMemory(self.file)
             weights = self._load(load_progress)
             streamed = {name: self.file.tensors[name] for name in self.plan.streamed}
+            if streamed:
+                self.device.pin(self.host.ranges(streamed.values()), lockable_bytes())
             self.stream = ExpertStream(
                 self.device, self.program, streamed, self.plan.n_slots, self.plan.slot_bytes, weights, self.host.bytes
             )
-            if streamed:
-                self.device.pin(self.host.ranges(streamed.values()), lockable_bytes())
             self.cache = KVCache(
                 self.device, self.spec, self.plan.n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v
             )

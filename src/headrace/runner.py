@@ -4,10 +4,9 @@ Executes the orders of `schedule` blindly. Sequences advance only when their wor
 keeps the windows that were finished.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from .backends.base import Device, Weight
 from .batch import Batch, Ints, StateBuffer
 from .kvcache import PAGE, KVCache, Sequence
 from .plan import Plan
-from .program import Program, Run, Weights, run_step, short_name
+from .program import Program, Run, Step, Weights, run_step, short_name
 from .schedule import Acquire, Compute, Release, Upload, schedule, split
 from .stream import ExpertStream
 
@@ -42,13 +41,15 @@ class Runner:
         self.x = device.alloc((n, spec.n_embd), "f32")
         self.hidden = device.alloc((plan.n_window, spec.n_embd), "f32") if plan.n_window > n else None
         self.logits = device.alloc((plan.n_out, spec.n_vocab), "f32")
-        self.weights = [self._step_weights(step, weights) for step in program.steps]
+        self.weights = {
+            phase: [self._step_weights(step, weights, phase) for step in program.steps]
+            for phase in ("prefill", "decode")
+        }
         self.n_body = len(program.steps) - 1  # the last step is the head, which runs for wanted rows only
 
-    def _step_weights(self, step: Any, weights: dict[str, Weight]) -> Weights:
-        return Weights(
-            experts=self.stream.experts(step), **{short_name(name): weights[name] for name in step.weights}
-        )  # fmt: skip
+    def _step_weights(self, step: Step, weights: dict[str, Weight], phase: str) -> Weights:
+        named = {short_name(name): weights[name] for name in step.weights}
+        return Weights(experts=self.stream.experts(step, phase), **named)
 
     def prefill(
         self, seq: Sequence, token_ids: Seq[int], rows: Seq[int] | None = None, progress: Progress | None = None
@@ -87,7 +88,7 @@ class Runner:
             seq_start=np.arange(n + 1, dtype=np.int32), block_table=self.cache.block_table(list(seqs)),
             state_slots=np.array([s.state_slot for s in seqs], np.int32), out_rows=np.arange(n, dtype=np.int32),
         )  # fmt: skip
-        (logits,) = self._run_window([batch], None)
+        (logits,) = self._run_window([batch], None, "decode")
         for seq, token in zip(seqs, token_ids):
             seq.tokens.append(int(token))
         return logits
@@ -101,14 +102,18 @@ class Runner:
             out_rows=wanted[(wanted >= a) & (wanted < b)] - a,
         )  # fmt: skip
 
-    def _run_window(self, batches: list[Batch], progress: Callable[[int], None] | None) -> list[Logits]:
+    def _run_window(
+        self, batches: list[Batch], progress: Callable[[int], None] | None, phase: str = "prefill"
+    ) -> list[Logits]:  # fmt: skip
         """One pass over all steps for the micro-batches of a window; the wanted logits of each in order."""
         logits: list[Logits] = []
         n_done = 0
         ends = np.cumsum([b.n_tokens for b in batches])
         self.state.stage(batches)
+        gathers = phase == "decode" and self.stream.gathers
+        streamed = () if gathers else self.stream.streamed
         with self.stream.pass_():
-            for order in schedule(self.program, self.stream.streamed, self.stream.n_slots, len(batches)):
+            for order in schedule(self.program, streamed, self.stream.n_slots, len(batches)):
                 match order:
                     case Upload(name):
                         self.stream.upload(name)
@@ -118,47 +123,55 @@ class Runner:
                         self.stream.release(self.program.steps[step])
                     case Compute(first, stop, u):
                         self.state.select(u)
-                        logits += self._compute(first, stop, batches[u], int(ends[u]) - batches[u].n_tokens)
+                        offset = int(ends[u]) - batches[u].n_tokens
+                        logits += self._compute(first, stop, batches[u], offset, phase)
                         if progress:
                             n_done += batches[u].n_tokens * (stop - first)
                             progress(n_done // len(self.program.steps))
+        if gathers:
+            self.stream.release_all()
         return logits
 
-    def _compute(self, first: int, stop: int, batch: Batch, offset: int) -> list[Logits]:
+    def _compute(self, first: int, stop: int, batch: Batch, offset: int, phase: str) -> list[Logits]:
         """Steps first..stop for one micro-batch, whose hidden states start at `offset` of the window."""
         x, n = self.x[: batch.n_tokens], batch.n_tokens
         if self.hidden is not None and first:
             self.device.compute.copy(x, self.hidden[offset : offset + n])
-        self._steps(first, min(stop, self.n_body), batch, 0)
+        n_out = len(batch.out_rows) if stop > self.n_body else 0
+        whole = 0 < n_out <= self.plan.n_out
+        self._steps(first, stop if whole else min(stop, self.n_body), batch, n_out if whole else 0, phase)
         if stop <= self.n_body:
             if self.hidden is not None:
                 self.device.compute.copy(self.hidden[offset : offset + n], x)
             return []
-        return self._head(batch)
+        if whole:
+            return [self._read_logits(n_out)]
+        return list(self._head_in_parts(batch, phase))
 
-    def _head(self, batch: Batch) -> list[Logits]:
-        parts = []
+    def _head_in_parts(self, batch: Batch, phase: str) -> Iterator[Logits]:
+        """The head for more rows than the logits buffer holds."""
         for start in range(0, len(batch.out_rows), self.plan.n_out):
             rows = batch.out_rows[start : start + self.plan.n_out]
             self.state.set_out_rows(rows)
-            self._steps(self.n_body, self.n_body + 1, batch, len(rows))
-            parts.append(np.array(self.device.download(self.logits[: len(rows)]), np.float32))
-        return parts
+            self._steps(self.n_body, self.n_body + 1, batch, len(rows), phase)
+            yield self._read_logits(len(rows))
 
-    def _steps(self, first: int, stop: int, batch: Batch, n_out: int) -> None:
+    def _read_logits(self, n: int) -> Logits:
+        return np.array(self.device.download(self.logits[:n]), np.float32)
+
+    def _steps(self, first: int, stop: int, batch: Batch, n_out: int, phase: str) -> None:
         """Runs or replays steps first..stop; the shape is the key, all that changes is in device memory."""
         if first >= stop:
             return
-        key = (first, stop, batch.n_tokens, batch.n_seq, n_out)
+        key = (phase, first, stop, batch.n_tokens, batch.n_seq, n_out)
         if self.device.replay(key):
             return
         state = self.state.view(batch.n_tokens, batch.n_seq, n_out)
         with self.device.record(key):
-            run = Run(
-                self.device.ops, self.arena, self.device.act_dtype, state, self.x[: batch.n_tokens],
-                self.logits[:n_out], self.cache.layers,
-            )  # fmt: skip
-            for step, weights in zip(self.program.steps[first:stop], self.weights[first:stop]):
+            ops = self.device.decode_ops if phase == "decode" else self.device.ops
+            x, logits = self.x[: batch.n_tokens], self.logits[:n_out]
+            run = Run(ops, self.arena, self.device.act_dtype, state, x, logits, self.cache.layers)
+            for step, weights in zip(self.program.steps[first:stop], self.weights[phase][first:stop]):
                 run_step(step, run, weights)
 
 

@@ -43,8 +43,12 @@ class ExpertStream:
         names = [name for name in program.expert_tensors if name in streamed]
         self.slot_of = {name: self.slots[i % len(self.slots)] for i, name in enumerate(names)}
         self.weights = dict(resident)
+        self.gathered: dict[str, Weight] = {}
+        """Streamed tensors as the decode phase may read them: fetched expert by expert, without an upload."""
         for name, slot in self.slot_of.items():
             self.weights[name] = device.view(streamed[name], slot.buffer)
+            if weight := device.gather_view(streamed[name], slot.buffer, host(streamed[name])):
+                self.gathered[name] = weight
 
     @property
     def n_slots(self) -> int:
@@ -72,14 +76,24 @@ class ExpertStream:
             yield
         except BaseException:
             self.device.copy.synchronize()
-            for slot in self.slots:
-                self.device.compute.record(slot.free)
+            self.release_all()
             raise
 
-    def experts(self, step: Step) -> ExpertWeights | None:
+    @property
+    def gathers(self) -> bool:
+        """Whether the decode phase can do without uploads."""
+        return len(self.gathered) == len(self.streamed)
+
+    def experts(self, step: Step, phase: str) -> ExpertWeights | None:
         if not (e := step.experts):
             return None
-        return ExpertWeights(self.weights[e.gate], self.weights[e.up] if e.up else None, self.weights[e.down])
+        weights = self.weights | self.gathered if phase == "decode" and self.gathers else self.weights
+        return ExpertWeights(weights[e.gate], weights[e.up] if e.up else None, weights[e.down])
+
+    def release_all(self) -> None:
+        """After a pass that used the slots without uploads: the next upload waits for it."""
+        for slot in self.slots:
+            self.device.compute.record(slot.free)
 
     def _slots(self, step: Step) -> list[Slot]:
         names = step.experts.tensors if step.experts else ()

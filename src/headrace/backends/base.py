@@ -212,6 +212,8 @@ class Device(Protocol):
 
     info: DeviceInfo
     ops: Ops
+    decode_ops: Ops
+    """The op table of the decode phase (one token a sequence); may be `ops` itself."""
     act_dtype: str
     compute: Queue
     copy: Queue
@@ -228,6 +230,10 @@ class Device(Protocol):
 
     def view(self, info: "TensorInfo", slot: Tensor) -> Weight:
         """The weight whose bytes lie, or will lie, at the start of a slot (uint8 [n])."""
+
+    def gather_view(self, info: "TensorInfo", slot: Tensor, raw: NDArray[np.uint8]) -> Weight | None:
+        """A weight that stays in pinned host memory: `decode_ops` fetch the experts that are routed to into their
+        places in the slot. None where the device cannot."""
 
     def pin(self, ranges: "list[MappedRange]", budget_bytes: int) -> None:
         """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy."""

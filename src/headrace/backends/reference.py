@@ -227,7 +227,7 @@ class ReferenceDevice:
 
     def __init__(self) -> None:
         self.info = DeviceInfo("numpy", "cpu", 0, 1 << 40)
-        self.ops = ReferenceOps()
+        self.ops = self.decode_ops = ReferenceOps()
         self.compute = self.copy = ReferenceQueue()
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Array:
@@ -244,6 +244,8 @@ class ReferenceDevice:
 
     def view(self, info: TensorInfo, slot: Array) -> ReferenceWeight:
         return ReferenceWeight(info, slot)
+
+    def gather_view(self, info: TensorInfo, slot: Array, raw: Array) -> None: ...
 
     def upload(self, dst: Array, src: Array) -> None:
         dst[...] = src

@@ -79,7 +79,7 @@ class CpuDevice:
             f"{machine.cpu_name()}, {self.team.n_threads} threads", "cpu", machine.total_bytes(), available_bytes(),
             repack_types=REPACK_TYPES,
         )  # fmt: skip
-        self.ops = CpuOps(self.team)
+        self.ops = self.decode_ops = CpuOps(self.team)
         self.compute = self.copy = CpuQueue()
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
 
@@ -97,6 +97,8 @@ class CpuDevice:
 
     def view(self, info: TensorInfo, slot: Array) -> CpuWeight:
         return CpuWeight(info, slot)
+
+    def gather_view(self, info: TensorInfo, slot: Array, raw: NDArray[np.uint8]) -> None: ...
 
     def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
 

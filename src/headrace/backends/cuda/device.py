@@ -21,6 +21,7 @@ from ...errors import UserError
 from ...gguf import TensorInfo
 from ...hostmem import MappedRange
 from ..base import DeviceInfo
+from .decode_ops import DecodeOps
 from .hostcopy import HostCopier
 from .ops import CudaOps
 from .tiles import Tiles
@@ -33,12 +34,26 @@ SLOT_PADDING_BYTES = 512
 """Zeroed bytes behind every weight, so that a kernel may fetch a whole vector at its end."""
 
 
+class HostBytes:
+    """Pinned host memory as a kernel argument: the device reads it at the host's address."""
+
+    dtype = torch.uint8
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self.array = array
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
 @dataclass(frozen=True)
 class CudaWeight:
     """GGUF bytes in device memory, uint8 [n_bytes]."""
 
     info: TensorInfo
     data: torch.Tensor
+    host: "HostBytes | None" = None
+    """Set where the experts are in pinned host memory and `data` is the slot they are fetched into."""
 
     def floats(self) -> torch.Tensor:
         """The bytes of an F32 tensor as float32."""
@@ -120,6 +135,7 @@ class CudaDevice:
         self.act_dtype = "bf16" if capability >= (8, 0) and not interpret else "f16"
         self.info = DeviceInfo(name, "gpu", total, free, copies_async=not interpret)
         self.ops = CudaOps(self.where, DTYPES[self.act_dtype], Tiles.of(capability))
+        self.decode_ops = DecodeOps(self.ops)
         self.graphs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -144,6 +160,15 @@ class CudaDevice:
 
     def view(self, info: TensorInfo, slot: torch.Tensor) -> CudaWeight:
         return CudaWeight(info, slot)
+
+    def gather_view(self, info: TensorInfo, slot: torch.Tensor, raw: NDArray[np.uint8]) -> CudaWeight | None:
+        copier = self.copy.host
+        expert_bytes = info.n_bytes // info.shape[0]
+        if copier and (expert_bytes % 8 or not copier.is_registered(raw.ctypes.data, raw.nbytes)):
+            return None
+        if not copier and self.compute.stream:
+            return None
+        return CudaWeight(info, slot, HostBytes(raw) if copier else torch.from_numpy(_writable(raw)))
 
     def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None:
         """Page-locks mapped ranges within a budget, so that the copy queue reads them by DMA; the rest is staged."""

@@ -81,6 +81,11 @@ class HostCopier:
     def registered_bytes(self) -> int:
         return sum(p.n_bytes for p in self.pieces if p.address in self.registered)
 
+    def is_registered(self, address: int, n_bytes: int) -> bool:
+        """Whether a kernel may read the range in place."""
+        found = spans(address, n_bytes, self.pieces)
+        return all(span.piece is not None and span.piece.address in self.registered for span in found)
+
     def copy(self, dst: int, src: int, n_bytes: int, stream: int) -> None:
         """Queues a copy to device address `dst`; returns at once."""
         for span in spans(src, n_bytes, self.pieces):

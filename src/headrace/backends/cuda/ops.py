@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
@@ -30,6 +31,7 @@ def _view3(x: Tensor) -> tuple[int, int, int, int]:
 class CudaOps:
     def __init__(self, where: torch.device, act_dtype: torch.dtype, tiles: Tiles) -> None:
         self.where, self.act_dtype, self.tiles = where, act_dtype, tiles
+        self.triton_act = tl.bfloat16 if act_dtype == torch.bfloat16 else tl.float16
         self.buffers: dict[str, Tensor] = {}
         self.kept: list[Tensor] = []
         self.tables: dict[Any, Tensor] = {}

@@ -1,0 +1,95 @@
+"""The op table of the decode phase on CUDA: products by matvec.py, the rest as in ops.py."""
+
+from typing import Any
+
+import torch
+import triton
+
+from ...errors import UserError
+from ..base import Routing
+from . import matvec
+from .decoders import DECODERS, decode_block
+from .ops import CudaOps
+
+Tensor = torch.Tensor
+ROWS = 4
+"""Rows a program, for the block types; types that decode 32 weights at a time take eight times as many."""
+GATHER_WORDS = 2048
+"""8-byte words a program copies: 16 KiB."""
+
+
+class DecodeOps(CudaOps):
+    """Shares scratch and tables with the prefill phase's ops."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        self.__dict__ = ops.__dict__
+
+    def _format(self, w: Any) -> tuple[int, dict[str, Any]]:
+        """(weights a decode step yields, constants of the kernels)."""
+        t = w.info.type
+        block = decode_block(t.name, t.block)
+        rows, act = (ROWS if block == 256 else ROWS * 4), self.triton_act
+        if t.name == "F32":
+            act = triton.language.float32
+        constants = {
+            "ACT": act, "DECODE": DECODERS[t.name], "BLOCK": block, "BLOCK_BYTES": block * t.block_bytes // t.block,
+            "ROWS": rows, "num_warps": 1,
+        }  # fmt: skip
+        return block, constants
+
+    def linear(self, out: Tensor, x: Tensor, w: Any, bias: Any = None, *, add: bool = False) -> None:
+        t, n_in = x.shape
+        n_out = w.info.shape[0] if len(w.info.shape) > 1 else 1
+        block, constants = self._format(w)
+        if t:
+            matvec.matvec_kernel[(triton.cdiv(n_out, constants["ROWS"]), t)](
+                x, w.data, self.lut(w.info.type.name), bias.floats() if bias else x, out, n_out, n_in // block,
+                w.info.type.row_bytes(n_in), x.stride(0), out.stride(0),
+                ADD=add, HAS_BIAS=bias is not None, **constants,
+            )  # fmt: skip
+
+    def _experts(self, w: Any, routing: Routing) -> Tensor:
+        """The bytes of a weight; of one in host memory, after fetching the experts that are routed to."""
+        if w.host is not None:
+            n_expert = w.info.shape[0]
+            expert_bytes, n = w.info.n_bytes // n_expert, routing.ids.numel()
+            words = min(GATHER_WORDS, 1 << (expert_bytes // 8).bit_length() - 1)
+            matvec.gather_kernel[(triton.cdiv(expert_bytes // 8, words), n)](
+                w.host, w.data, routing.ids, n, expert_bytes, WORDS=words, num_warps=4
+            )  # fmt: skip
+        return w.data
+
+    def expert_glu(
+        self, out: Tensor, x: Tensor, routing: Routing, gate: Any, up: Any, activation: str,
+        gate_bias: Any = None, up_bias: Any = None,
+    ) -> None:  # fmt: skip
+        n, n_ff = out.shape
+        n_expert, _, d = gate.info.shape
+        if not n:
+            return
+        block, constants = self._format(gate)
+        row_bytes, expert_bytes = gate.info.type.row_bytes(d), gate.info.n_bytes // n_expert
+        g = self._experts(gate, routing)
+        if up is None:
+            u = g[n_ff * row_bytes :]
+        elif up.info.type == gate.info.type:
+            u = self._experts(up, routing)
+        else:
+            raise UserError(f"tensors {gate.info.name!r} and {up.info.name!r} differ in type; CUDA wants them alike")
+        matvec.expert_glu_vec_kernel[(triton.cdiv(n_ff, constants["ROWS"]), n)](
+            x, g, u, self.lut(gate.info.type.name), gate_bias.floats() if gate_bias else x,
+            up_bias.floats() if up_bias else x, out, routing.ids, n_ff, d // block, row_bytes, expert_bytes,
+            x.stride(0), TOP_K=routing.ids.shape[1], HAS_BIAS=gate_bias is not None, GELU=activation == "gelu", **constants,
+        )  # fmt: skip
+
+    def expert_down(self, out: Tensor, h: Tensor, routing: Routing, down: Any, bias: Any = None) -> None:
+        n, n_ff = h.shape
+        n_expert, d, _ = down.info.shape
+        if not n:
+            return
+        block, constants = self._format(down)
+        matvec.expert_down_vec_kernel[(triton.cdiv(d, constants["ROWS"]), n)](
+            h, self._experts(down, routing), self.lut(down.info.type.name), bias.floats() if bias else h, out,
+            routing.ids, d, n_ff // block, down.info.type.row_bytes(n_ff), down.info.n_bytes // n_expert, h.stride(0),
+            HAS_BIAS=bias is not None, **constants,
+        )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Products of the decode phase: one program computes a few rows for one token, decoding the weights as it reads them.
+
+The order of a sum is fixed by the width alone: lane k of a block adds up over the blocks, then the lanes are summed.
+Weights are rounded to the activation dtype first, as in the prefill phase. Experts that live in host memory are
+fetched by `gather_kernel` into their slot before, by the ids on the device: nothing is read back.
+"""
+
+import triton
+import triton.language as tl
+
+from .experts import _gelu, _silu
+
+
+@triton.jit
+def _dot_rows(base, rows, row_bytes, x, n_blocks, lut, act: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr,
+              BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """float32 [ROWS]: rows of a quantised matrix times one token's x."""
+    k = tl.arange(0, BLOCK)
+    acc = tl.zeros((ROWS, BLOCK), tl.float32)
+    p = base + rows.to(tl.int64) * row_bytes
+    for b in range(n_blocks):
+        w = DECODE(p + b * BLOCK_BYTES, lut).to(act).to(tl.float32)
+        acc += w * tl.load(x + b * BLOCK + k).to(tl.float32)[None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def matvec_kernel(
+    x, w, lut, bias, out, n_out, n_blocks, row_bytes, x_stride, out_stride,
+    ADD: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """out [T, n_out] (+)= w x. Grid: (n_out / ROWS, T)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1).to(tl.int64)
+    inside = rows < n_out
+    y = _dot_rows(w, tl.minimum(rows, n_out - 1), row_bytes, x + token * x_stride, n_blocks, lut, ACT, DECODE, BLOCK,
+                  BLOCK_BYTES, ROWS)  # fmt: skip
+    if HAS_BIAS:
+        y += tl.load(bias + rows, mask=inside, other=0.0)
+    op = out + token * out_stride + rows
+    if ADD:
+        y += tl.load(op, mask=inside, other=0.0).to(tl.float32)
+    tl.store(op, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def expert_glu_vec_kernel(
+    x, gate, up, lut, gate_bias, up_bias, out, ids, n_ff, n_blocks, row_bytes, expert_bytes, x_stride,
+    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """out [entry, n_ff] = act(gate x) * up x. Grid: (n_ff / ROWS, entries)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    entry = tl.program_id(1)
+    e = tl.load(ids + entry).to(tl.int64)
+    safe = tl.minimum(rows, n_ff - 1)
+    xp = x + (entry // TOP_K).to(tl.int64) * x_stride
+    at = e * expert_bytes
+    g = _dot_rows(gate + at, safe, row_bytes, xp, n_blocks, lut, ACT, DECODE, BLOCK, BLOCK_BYTES, ROWS)
+    u = _dot_rows(up + at, safe, row_bytes, xp, n_blocks, lut, ACT, DECODE, BLOCK, BLOCK_BYTES, ROWS)
+    if HAS_BIAS:
+        g += tl.load(gate_bias + e * n_ff + safe)
+        u += tl.load(up_bias + e * n_ff + safe)
+    h = (_gelu(g) if GELU else _silu(g)) * u
+    tl.store(out + entry.to(tl.int64) * n_ff + rows, h.to(out.dtype.element_ty), mask=rows < n_ff)
+
+
+@triton.jit
+def expert_down_vec_kernel(
+    h, down, lut, bias, out, ids, n_out, n_blocks, row_bytes, expert_bytes, h_stride,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """out [entry, n_out] = down h[entry]. Grid: (n_out / ROWS, entries)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    entry = tl.program_id(1)
+    e = tl.load(ids + entry).to(tl.int64)
+    safe = tl.minimum(rows, n_out - 1)
+    y = _dot_rows(down + e * expert_bytes, safe, row_bytes, h + entry.to(tl.int64) * h_stride, n_blocks, lut, ACT,
+                  DECODE, BLOCK, BLOCK_BYTES, ROWS)  # fmt: skip
+    if HAS_BIAS:
+        y += tl.load(bias + e * n_out + safe)
+    tl.store(out + entry.to(tl.int64) * n_out + rows, y.to(out.dtype.element_ty), mask=rows < n_out)
+
+
+@triton.jit
+def gather_kernel(host, slot, ids, n_entries, expert_bytes, WORDS: tl.constexpr):
+    """Copies the experts of all entries from host memory to their places in the slot, each once. Grid: (pieces of an
+    expert, entries); a piece is WORDS numbers of 8 bytes, the last one of an expert reaches back to overlap."""
+    entry = tl.program_id(1)
+    e = tl.load(ids + entry)
+    first = 0
+    for other in range(entry):
+        first += (tl.load(ids + other) == e).to(tl.int32)
+    if first > 0:
+        return
+    n_words = expert_bytes // 8
+    start = tl.minimum(tl.program_id(0) * WORDS, n_words - WORDS)
+    at = e.to(tl.int64) * n_words + start + tl.arange(0, WORDS)
+    source = host.to(tl.pointer_type(tl.int64)) + at
+    tl.store(slot.to(tl.pointer_type(tl.int64)) + at, tl.load(source))
