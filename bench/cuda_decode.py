@@ -42,7 +42,8 @@ if __name__ == "__main__":
                 steps_s.append(time.perf_counter() - start)
             first = first or tokens
             row = {
-                "ncmoe": n_cpu_moe, "gathers": engine.stream.gathers, "tps": round(1 / statistics.median(steps_s[8:]), 1),
+                "ncmoe": n_cpu_moe, "gathers": engine.stream.gathers,
+                "tps": round(1 / statistics.median(steps_s[8:]), 1),
                 "ms": round(1e3 * statistics.median(steps_s[8:]), 2), "same_tokens": tokens == first,
                 "distinct": len(set(tokens)),
             }  # fmt: skip

@@ -25,7 +25,17 @@ import weakref
 import numpy as np
 
 from .native import (
-    atomic_add, call3, entry, exchange, i64, inner, load_sync, pause, put_i64, store_release, yield_core,
+    atomic_add,
+    call3,
+    entry,
+    exchange,
+    i64,
+    inner,
+    load_sync,
+    pause,
+    put_i64,
+    store_release,
+    yield_core,
 )  # fmt: skip
 
 COUNTERS = 8
