@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.backends import reference
-from headrace.backends.base import KVLayer, RecurrentLayer, StepState
+from headrace.backends.base import KVLayer, RecurrentLayer, Routing, StepState
 from headrace.backends.cpu import device as cpu
 from headrace.backends.cpu import machine, open_device
 from headrace.errors import UserError
@@ -177,6 +177,24 @@ def test_layouts_agree(device, type_name, n_tokens):
         outs.append(np.empty((n_tokens, 48), np.float32))
         device.ops.linear(outs[-1], x, device.load(info, raw, layout))
     assert error(outs[1], outs[0]) < 1e-4
+
+
+@pytest.mark.parametrize("type_name", ["F32", "BF16"])
+def test_rows_of_any_width(device, type_name):
+    """Float weights need no multiple of a vector."""
+    ref, info, raw = reference.open_device(), *tensor(type_name, 7, 45)
+    experts, table = tensor(type_name, 3, 5, 45), tensor(type_name, 20, 45)
+    x, ids = floats(6, 45), np.arange(6, dtype=np.int32).reshape(6, 1) % 3
+    order = np.argsort(ids.ravel(), kind="stable").astype(np.int32)
+    routing = Routing(ids, np.ones((6, 1), np.float32), order, np.array([0, 2, 4, 6], np.int32))
+    results = []
+    for one in (device, ref):
+        y, h, rows = np.ones((6, 7), np.float32), np.empty((6, 5), np.float32), np.empty((6, 45), np.float32)
+        one.ops.linear(y, x, one.load(info, raw), add=True)
+        one.ops.expert_down(h, x, routing, one.load(*experts))
+        one.ops.embed(rows, one.load(*table), np.arange(6, dtype=np.int32) * 3)
+        results.append((y, h, rows))
+    assert all(error(a, b) < 1e-5 for a, b in zip(*results))
 
 
 @pytest.mark.skipif(machine.available_cores() < 2, reason="needs two cores")

@@ -235,11 +235,12 @@ def attention(tid, team, a):
     partial results, splits, split length | kernels (tiles.py)
 
     Splits 0: a unit of work is (tile, kv head). Else the few-token form: (token, kv head, range of positions)."""
-    n_tokens, n_seq, n_kv, group, dim, window = i64(a, 0), i64(a, 1), i64(a, 2), i64(a, 3), i64(a, 4), i64(a, 7)
+    n_seq, n_kv, group, dim, window = i64(a, 1), i64(a, 2), i64(a, 3), i64(a, 4), i64(a, 7)
     q, q0, q1, positions, seq_start = i64(a, 8), i64(a, 9), i64(a, 10), i64(a, 17), i64(a, 18)
     table, n_block, out, out0, out1, sinks = i64(a, 19), i64(a, 20), i64(a, 21), i64(a, 22), i64(a, 23), i64(a, 24)
     mem, parts, n_split, length = i64(a, 25) + tid * i64(a, 26), i64(a, 27), i64(a, 28), i64(a, 29)
     row_bytes = output_row(dim)
+    n_tokens = i32(seq_start, n_seq)
     per_tile = 1 if n_split else max(1, MAX_ROWS // group)
     n_tiles = n_tokens
     if not n_split:

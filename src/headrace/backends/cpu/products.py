@@ -6,7 +6,7 @@ from ..base import Routing
 from . import floatmat, matmul, rowops
 from .calls import Caller, Tensor, at, floats_at, span
 from .kernels import ACT_BYTES, BLOCK, GROUP_BYTES, ROW_BYTES
-from .weights import CpuWeight, ExpertRows
+from .weights import UNIT, CpuWeight, ExpertRows
 
 
 class Products(Caller):
@@ -15,9 +15,9 @@ class Products(Caller):
     def linear(
         self, out: Tensor, x: Tensor, w: CpuWeight, bias: CpuWeight | None = None, *, add: bool = False
     ) -> None:  # fmt: skip
-        assert x.dtype == out.dtype == np.float32
         if not out.size:
             return
+        assert x.dtype == out.dtype == np.float32 and x.strides[1] == 4, "rows of float32"
         if w.has_format:
             self._linear_packed(out, x, w, add)
         else:
@@ -37,6 +37,8 @@ class Products(Caller):
         )  # fmt: skip
 
     def _linear_floats(self, out: Tensor, x: Tensor, w: CpuWeight, add: bool) -> None:
+        if x.shape[1] % UNIT:
+            x, w = self._padded(x), w.padded
         n, n_in = x.shape
         scratch = self.scratch(4 * n_in * self.team.n_threads)
         self.call(
@@ -110,6 +112,8 @@ class Products(Caller):
         )  # fmt: skip
 
     def _experts_floats(self, out: Tensor, x: Tensor, routing: Routing, per: int, experts: ExpertRows) -> None:
+        if x.shape[1] % UNIT:
+            x, experts = self._padded(x), experts.weight.padded.rows(0)
         n, m = out.shape
         k, n_expert = x.shape[1], routing.starts.shape[0] - 1
         entries = self.scratch(4 * n * (k + m), "entries")
@@ -119,6 +123,14 @@ class Products(Caller):
             at(routing.order), at(routing.starts), per, at(x), x.strides[0], at(entries), at(out), out.strides[0] // 4,
             at(scratch), 4 * k, at(entries) + 4 * n * k, out=(out,), keep=(x, routing, experts, entries, scratch),
         )  # fmt: skip
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """x with zeros behind its rows."""
+        n, n_in = x.shape
+        wide = -(-n_in // UNIT) * UNIT
+        out = self.scratch(4 * n * wide, "padded").view(np.float32)[: n * wide].reshape(n, wide)
+        self.call(rowops.pad_rows, n, n_in, wide, at(out), at(x), x.strides[0], out=(out,), keep=(x,))
+        return out
 
     def embed(self, out: Tensor, table: CpuWeight, token_ids: Tensor) -> None:
         self.call(

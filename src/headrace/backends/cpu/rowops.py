@@ -130,6 +130,16 @@ def gather_rows(tid, team, a):
         copy(out + i * out0, x + i32(rows, i) * x0, n_bytes)
 
 
+@op
+def pad_rows(tid, team, a):
+    """n rows, numbers, numbers with padding | out (rows adjacent) | x, s0"""
+    n_rows, n, wide, out, x, x0 = i64(a, 0), i64(a, 1), i64(a, 2), i64(a, 3), i64(a, 4), i64(a, 5)
+    first, last = share(tid, team, n_rows)
+    for i in range(first, last):
+        copy(out + 4 * i * wide, x + i * x0, 4 * n)
+        zero(out + 4 * (i * wide + n), wide - n)
+
+
 @fast
 def add_scaled(out, x, scale, n):
     """out += scale * x"""

@@ -1,6 +1,6 @@
 """Weights in host memory, in the file's blocks or regrouped for speed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -8,12 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...gguf import TensorInfo
-from ...quants import dequantize
+from ...quants import TYPES, dequantize
 from . import decoders, floatmat, kernels
 from .formats import FORMATS
 from .repack import can_repack, repack
 from .team import Team
 
+UNIT = 32
+"""Numbers that the float kernels (floatmat.py) take at a time."""
 REPACK_TYPES: frozenset[str] = frozenset(FORMATS)
 
 
@@ -53,6 +55,16 @@ class CpuWeight:
         """Decoded once, in the tensor's shape: for norms, biases and other small tensors."""
         assert self.layout == "in_place"
         return np.ascontiguousarray(dequantize(self.data[: self.info.n_bytes], self.info.type, self.info.shape))
+
+    @cached_property
+    def padded(self) -> "CpuWeight":
+        """A float weight whose rows do not come in units of 32 numbers: as F32 with zeros behind."""
+        n = self.info.shape[-1]
+        wide = -(-n // UNIT) * UNIT
+        values = np.zeros((*self.info.shape[:-1], wide), np.float32)
+        values[..., :n] = self.floats
+        info = replace(self.info, type=TYPES["F32"], shape=values.shape, n_bytes=values.nbytes)
+        return CpuWeight(info, values.reshape(-1).view(np.uint8))
 
     @cached_property
     def transposed(self) -> NDArray[np.float32]:
