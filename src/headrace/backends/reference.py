@@ -153,7 +153,7 @@ class ReferenceOps:
         n, n_used = routing.ids.shape
         total = np.zeros_like(x)
         for r in range(n_used):
-            total += routing.weights[:, r, None] * y.reshape(n, n_used, -1)[:, r]
+            total += routing.weights[:, r, None] * y.reshape(n, n_used, x.shape[1])[:, r]
         x += total
 
     def conv1d(self, out: Array, x: Array, weight: Any, cache: RecurrentLayer, state: StepState) -> None:

@@ -79,7 +79,8 @@ class DecodeOps(CudaOps):
         matvec.expert_glu_vec_kernel[(triton.cdiv(n_ff, constants["ROWS"]), n)](
             x, g, u, self.lut(gate.info.type.name), gate_bias.floats() if gate_bias else x,
             up_bias.floats() if up_bias else x, out, routing.ids, n_ff, d // block, row_bytes, expert_bytes,
-            x.stride(0), TOP_K=routing.ids.shape[1], HAS_BIAS=gate_bias is not None, GELU=activation == "gelu", **constants,
+            x.stride(0), TOP_K=routing.ids.shape[1], HAS_BIAS=gate_bias is not None, GELU=activation == "gelu",
+            **constants,
         )  # fmt: skip
 
     def expert_down(self, out: Tensor, h: Tensor, routing: Routing, down: Any, bias: Any = None) -> None:

@@ -1,0 +1,265 @@
+"""The op-case table: every op at odd sizes and odd contents, for every backend against the reference.
+
+A case is a function of a Lab, which makes tensors and weights on a device from seeded numbers; it runs ops and returns
+what they wrote. Numbers are scaled so that softmax and routing are far from uniform, and outputs start as NaN.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.base import Device, KVLayer, RecurrentLayer, Routing, StepState
+from headrace.gguf import TensorInfo
+from headrace.quants import TYPES, random_blocks
+from headrace.spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
+
+PAGE = 16
+Result = list[np.ndarray]
+
+
+class Lab:
+    """Seeded numbers as tensors, weights and states of one device."""
+
+    def __init__(self, device: Device, seed: int = 0) -> None:
+        self.device, self.ops, self.rng = device, device.ops, np.random.default_rng(seed)
+
+    def tensor(self, values: Any, dtype: str = "act") -> Any:
+        values = np.asarray(values)
+        dtype = self.device.act_dtype if dtype == "act" else dtype
+        t = self.device.alloc(values.shape, dtype)
+        if values.size:
+            self.device.upload(t, values)
+        return t
+
+    def normal(self, *shape: int, scale: float = 1.0) -> np.ndarray:
+        """float32 numbers that float16 holds exactly, so that every backend starts from the same."""
+        return (self.rng.standard_normal(shape) * scale).astype(np.float16).astype(np.float32)
+
+    def acts(self, *shape: int, scale: float = 1.0) -> Any:
+        return self.tensor(self.normal(*shape, scale=scale))
+
+    def f32(self, *shape: int, scale: float = 1.0) -> Any:
+        return self.tensor(self.normal(*shape, scale=scale), "f32")
+
+    def out(self, *shape: int, dtype: str = "act") -> Any:
+        return self.tensor(np.full(shape, np.nan if dtype != "i32" else -7), dtype)
+
+    def weight(self, type_name: str, *shape: int, scale: float = 1.0) -> Any:
+        """A matrix or stack of random blocks with a standard deviation of scale / sqrt(row width)."""
+        kind = TYPES[type_name]
+        n = int(np.prod(shape)) // kind.block
+        raw = random_blocks(kind, n, self.rng, scale * shape[-1] ** -0.5).reshape(-1)
+        return self.device.load(TensorInfo("w", kind, shape, 0, 0, raw.nbytes), raw)
+
+    def vector(self, values: np.ndarray) -> Any:
+        raw = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+        return self.device.load(TensorInfo("v", TYPES["F32"], values.shape, 0, 0, raw.nbytes), raw)
+
+    def get(self, *tensors: Any) -> Result:
+        return [np.asarray(self.device.download(t)).astype(np.float64) for t in tensors]
+
+    def state(self, *sequences: tuple[int, int], n_block: int = 8) -> StepState:
+        """A ubatch of sequences (tokens already there, tokens new), their pages shuffled."""
+        n_seq = len(sequences)
+        table = self.rng.permutation(n_seq * n_block).reshape(n_seq, n_block)
+        positions = [np.arange(past, past + new) for past, new in sequences]
+        rows = [table[s, p // PAGE] * PAGE + p % PAGE for s, p in enumerate(positions)]
+        i32 = [
+            np.zeros(sum(n for _, n in sequences)), np.concatenate(positions), np.concatenate(rows),
+            np.cumsum([0, *(n for _, n in sequences)]), table, self.rng.permutation(n_seq), np.zeros(1),
+        ]  # fmt: skip
+        return StepState(*(self.tensor(v.astype(np.int32), "i32") for v in i32), page=PAGE)
+
+    def routing(self, n: int, spec: MoeSpec, ids: np.ndarray | None = None) -> Routing:
+        """Routed tokens; given ids stand for the router's choice."""
+        r = Routing(
+            self.out(n, spec.n_expert_used, dtype="i32"), self.out(n, spec.n_expert_used, dtype="f32"),
+            self.out(n * spec.n_expert_used, dtype="i32"), self.out(spec.n_expert + 1, dtype="i32"),
+        )  # fmt: skip
+        logits = self.normal(n, spec.n_expert, scale=2.0)
+        if ids is not None:
+            logits[:] = -20
+            np.put_along_axis(logits, ids, 5.0 - np.arange(spec.n_expert_used), 1)
+        self.ops.route(r, self.tensor(logits, "f32"), spec)
+        return r
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tolerance`: "exact" (float32 arithmetic) or "product" (activations may be quantised or 16-bit)."""
+
+    name: str
+    run: Callable[[Lab], Result]
+    tolerance: str = "exact"
+
+
+def norm_case(lab: Lab, t: int, n: int) -> Result:
+    x, out = lab.f32(t, n, scale=3), lab.out(t, n)
+    lab.ops.rms_norm(out, x, lab.vector(lab.normal(n)), 1e-6)
+    heads = lab.acts(t, 3, 2 * 32)  # q and gate side by side in each head
+    q, k = lab.out(t, 3, 32), lab.out(t, 2, 32)
+    lab.ops.rms_norm(q, heads[:, :, :32], lab.vector(lab.normal(32)), 1e-6)
+    lab.ops.l2_norm(k, heads.reshape(t, 6, 32)[:, 2:4], 1e-3)
+    y = lab.acts(t, n)
+    lab.ops.rms_norm(y, y, None, 1e-6)
+    return lab.get(out, q, k, y)
+
+
+def gate_case(lab: Lab, t: int, n: int) -> Result:
+    a, b, x = lab.acts(t, n, scale=3), lab.acts(t, n), lab.acts(t, n)
+    lab.ops.glu(x, a, b, "silu")
+    y = lab.acts(t, n)
+    lab.ops.glu(y, a, y, "silu")  # in place on the second factor
+    g = lab.out(t, n)
+    lab.ops.glu(g, a, b, "gelu")
+    heads, out = lab.acts(t, 2, 64, scale=3), lab.acts(t, 2, 32)
+    lab.ops.sigmoid_mul(out, heads[:, :, 32:])
+    one = lab.acts(t, n)
+    lab.ops.sigmoid_mul(one, lab.f32(t, 1, scale=2))
+    total = lab.f32(t, n)
+    lab.ops.add(total, one)
+    lab.ops.add_bias(total, lab.vector(lab.normal(n)))
+    return lab.get(x, y, g, out, one, total)
+
+
+def rows_case(lab: Lab, m: int) -> Result:
+    x, out = lab.f32(9, 96), lab.out(m, 96, dtype="f32")
+    lab.ops.gather_rows(out, x, lab.tensor(lab.rng.integers(0, 9, m).astype(np.int32), "i32"))
+    return lab.get(out)
+
+
+def embed_case(lab: Lab, type_name: str) -> Result:
+    ids = np.array([3, 0, 6, 3], np.int32)
+    out = lab.out(4, 512, dtype="f32")
+    lab.ops.embed(out, lab.weight(type_name, 7, 512), lab.tensor(ids, "i32"))
+    return lab.get(out)
+
+
+def rope_case(lab: Lab, rope: RopeSpec, factors: bool = False) -> Result:
+    x = lab.acts(3, 5, 64)
+    factor = lab.vector(np.linspace(1, 4, rope.n_rot // 2, dtype=np.float32)) if factors else None
+    lab.ops.rope(x, lab.tensor(np.array([0, 7, 301], np.int32), "i32"), rope, factor)
+    return lab.get(x)
+
+
+def linear_case(lab: Lab, type_name: str, t: int, n_out: int, n_in: int) -> Result:
+    x, w = lab.acts(t, n_in), lab.weight(type_name, n_out, n_in)
+    out, added = lab.out(t, n_out, dtype="f32"), lab.f32(t, n_out)
+    lab.ops.linear(out, x, w, lab.vector(lab.normal(n_out)))
+    lab.ops.linear(added, x, w, add=True)
+    return lab.get(out, added)
+
+
+def attention_case(
+    lab: Lab, *sequences: tuple[int, int], heads: int = 4, kv: int = 2, dim: int = 32, window: int = 0,
+    sinks: bool = False, dtype: str = "f16",
+) -> Result:  # fmt: skip
+    spec = AttentionSpec(heads, kv, dim, RopeSpec(dim), dim**-0.5, 1e-6, window)
+    n_rows, t = 8 * PAGE * len(sequences), sum(n for _, n in sequences)
+    state = lab.state(*sequences)
+    cache = KVLayer(lab.tensor(lab.normal(n_rows, kv, dim), dtype), lab.tensor(lab.normal(n_rows, kv, dim), dtype))
+    lab.ops.kv_store(cache, lab.acts(t, kv, dim), lab.acts(t, kv, dim), state)
+    out = lab.out(t, heads, dim)
+    sink = lab.vector(lab.normal(heads)) if sinks else None
+    lab.ops.attention(out, lab.acts(t, heads, dim, scale=4), cache, state, spec, sink)
+    return lab.get(out, cache.k)
+
+
+def route_case(lab: Lab, t: int, spec: MoeSpec, bias: bool = False, ties: bool = False) -> Result:
+    logits = lab.normal(t, spec.n_expert, scale=3)
+    if ties:
+        logits = np.round(logits / 3) * 3
+    r = Routing(
+        lab.out(t, spec.n_expert_used, dtype="i32"), lab.out(t, spec.n_expert_used, dtype="f32"),
+        lab.out(t * spec.n_expert_used, dtype="i32"), lab.out(spec.n_expert + 1, dtype="i32"),
+    )  # fmt: skip
+    lab.ops.route(r, lab.tensor(logits, "f32"), spec, lab.vector(lab.normal(spec.n_expert)) if bias else None)
+    return lab.get(r.ids, r.weights, r.order, r.starts)
+
+
+def experts_case(
+    lab: Lab, type_name: str, t: int, d: int = 256, f: int = 96, *, ids: str = "", fused: bool = False,
+    bias: bool = False, down_type: str = "Q8_0",
+) -> Result:  # fmt: skip
+    spec = MoeSpec(5, 2, f, 1e-6)
+    wanted = {"": None, "one": np.tile([3, 1], (t, 1)), "alone": np.array([[4, 0]] + [[1, 2]] * (t - 1))}[ids]
+    r = lab.routing(t, spec, wanted)
+    h, y, x = lab.out(t * 2, f), lab.out(t * 2, d), lab.f32(t, d)
+    if fused:
+        gate, up = lab.weight(type_name, 5, 2 * f, d), None
+    else:
+        gate, up = lab.weight(type_name, 5, f, d), lab.weight(type_name, 5, f, d)
+    biases = [lab.vector(lab.normal(5, n)) if bias else None for n in (f, f, d)]
+    lab.ops.expert_glu(h, lab.acts(t, d), r, gate, up, "silu", biases[0], biases[1])
+    lab.ops.expert_down(y, h, r, lab.weight(down_type, 5, d, f), biases[2])
+    lab.ops.combine(x, y, r)
+    return lab.get(h, y, x)
+
+
+def delta_case(lab: Lab, *sequences: tuple[int, int], k_heads: int = 2, v_heads: int = 4, dim: int = 32) -> Result:
+    spec = DeltaNetSpec(k_heads, v_heads, dim, dim, 4, 1e-6)
+    state, t, n_slot = lab.state(*sequences), sum(n for _, n in sequences), len(sequences)
+    width = spec.conv_width
+    cache = RecurrentLayer(lab.f32(n_slot, 3, width), lab.f32(n_slot, v_heads, dim, dim, scale=0.3))
+    conv = lab.out(t, width)
+    lab.ops.conv1d(conv, lab.acts(t, width), lab.vector(lab.normal(width, 4)), cache, state)
+    heads = conv.reshape(t, 2 * k_heads + v_heads, dim)
+    q, k, out = lab.out(t, k_heads, dim), lab.out(t, k_heads, dim), lab.out(t, v_heads, dim)
+    lab.ops.l2_norm(q, heads[:, :k_heads], 1e-6)
+    lab.ops.l2_norm(k, heads[:, k_heads : 2 * k_heads], 1e-6)
+    lab.ops.delta_net(
+        out, q, k, heads[:, 2 * k_heads :], lab.f32(t, v_heads), lab.f32(t, v_heads), lab.vector(lab.normal(v_heads)),
+        lab.vector(-np.exp(lab.normal(v_heads, scale=0.5))), cache, state, spec,
+    )  # fmt: skip
+    return lab.get(conv, out, cache.conv, cache.s)
+
+
+def case(name: str, fn: Callable[..., Result], *args: Any, tolerance: str = "exact", **options: Any) -> Case:
+    return Case(name, lambda lab: fn(lab, *args, **options), tolerance)
+
+
+QUANTISED = [name for name in TYPES if name not in ("F32", "F16", "BF16")]
+CASES = [
+    *(case(f"norms {t}x{n}", norm_case, t, n) for t, n in ((0, 96), (1, 32), (3, 1408), (17, 768))),
+    *(case(f"gates {t}x{n}", gate_case, t, n) for t, n in ((0, 96), (1, 32), (5, 1408))),
+    *(case(f"gather {m}", rows_case, m) for m in (0, 1, 5)),
+    *(case(f"embed {name}", embed_case, name) for name in TYPES),
+    case("rope neox part", rope_case, RopeSpec(32)),
+    case("rope interleaved", rope_case, RopeSpec(64, interleaved=True)),
+    case("rope factors", rope_case, RopeSpec(64, 5e5), factors=True),
+    case("rope linear", rope_case, RopeSpec(64, scaling="linear", factor=4.0)),
+    case("rope yarn", rope_case, RopeSpec(64, 1e6, scaling="yarn", factor=4.0, n_ctx_original=256)),
+    *(case(f"linear {n}", linear_case, n, 3, 70, 512, tolerance="product") for n in QUANTISED),
+    case("linear F32", linear_case, "F32", 5, 33, 96),
+    *(case(f"linear {n}", linear_case, n, 5, 33, 96, tolerance="product") for n in ("F16", "BF16")),
+    *(case(f"linear Q8_0 {t}x{n}x{k}", linear_case, "Q8_0", t, n, k, tolerance="product")
+      for t, n, k in ((0, 16, 32), (1, 16, 32), (2, 7, 96), (17, 48, 1408), (33, 96, 768))),
+    *(case(f"linear Q4_K {t}", linear_case, "Q4_K", t, 80, 256, tolerance="product") for t in (1, 2, 8, 13, 40)),
+    case("attention one token", attention_case, (0, 1)),
+    case("attention decode", attention_case, (77, 1), heads=8, kv=1),
+    case("attention prompt", attention_case, (5, 40), heads=2, kv=2, dim=64),
+    case("attention f32", attention_case, (3, 20), dtype="f32"),
+    case("attention window", attention_case, (30, 33), window=9),
+    case("attention sinks", attention_case, (10, 7), sinks=True, heads=1, kv=1),
+    case("attention several", attention_case, (3, 20), (60, 1), (0, 17), heads=6, kv=2),
+    case("attention decode several", attention_case, (3, 1), (100, 1), (0, 1), window=50, sinks=True),
+    *(case(f"route {t}", route_case, t, MoeSpec(16, 4, 32, 1e-6)) for t in (0, 1, 33)),
+    case("route odd", route_case, 5, MoeSpec(6, 3, 32, 1e-6, norm_weights=False, weight_scale=2.5)),
+    case("route sigmoid bias", route_case, 9, MoeSpec(8, 2, 32, 1e-6, gating="sigmoid"), bias=True),
+    case("route ties", route_case, 20, MoeSpec(16, 4, 32, 1e-6), ties=True),
+    case("route all", route_case, 3, MoeSpec(4, 4, 32, 1e-6)),
+    *(case(f"experts {n}", experts_case, n, 7, tolerance="product") for n in ("Q4_K", "Q6_K", "Q8_0", "F16", "IQ2_S")),
+    *(case(f"experts tokens {t}", experts_case, "Q4_K", t, tolerance="product") for t in (0, 1, 2, 40)),
+    case("experts all on one", experts_case, "Q5_K", 33, ids="one", tolerance="product"),
+    case("experts one token alone", experts_case, "Q4_K", 12, ids="alone", tolerance="product"),
+    case("experts fused", experts_case, "Q4_K", 9, fused=True, tolerance="product"),
+    case("experts biases", experts_case, "MXFP4", 5, bias=True, tolerance="product"),
+    case("experts odd width", experts_case, "Q8_0", 20, d=96, f=1408, tolerance="product"),
+    case("experts Q4_0 down", experts_case, "IQ4_XS", 6, d=512, f=64, down_type="Q4_0", tolerance="product"),
+    case("delta one token", delta_case, (0, 1)),
+    case("delta decode", delta_case, (9, 1), (40, 1)),
+    case("delta prompt", delta_case, (5, 70)),
+    case("delta several", delta_case, (0, 2), (7, 33), (50, 1), k_heads=1, v_heads=3),
+]  # fmt: skip
