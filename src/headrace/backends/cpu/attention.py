@@ -78,14 +78,14 @@ def _first_position(position, window):
 
 @inner
 def scratch_layout(n, dim):
-    """Byte offsets for a tile of n rows: Qt, K, V, S, maximum, total, factor, low, high, O, and the end."""
+    """Byte offsets for a tile of n rows: K, V, S, maximum (total, factor, low, high follow), O; Qt is at 0."""
     wide = (dim + 15) // 16 * 16
     k = 4 * dim * n
     v = k + 4 * KEYS * wide
     s = v + 4 * KEYS * wide
     m = s + 4 * KEYS * n
     o = m + 5 * 4 * n
-    return k, v, s, m, o, o + n * output_row(dim)
+    return k, v, s, m, o
 
 
 @inner
@@ -109,7 +109,7 @@ def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_
     kernels, rows = i64(a, 30), n_tok * group
     n, wide = (rows + 15) // 16 * 16, (dim + 15) // 16 * 16
     direct = i64(a, 28) > 0 and k_f16 and v_f16 and rows <= FEW_ROWS and dim % WIDE == 0
-    at_k, at_v, at_s, at_m, _, _ = scratch_layout(n, dim)
+    at_k, at_v, at_s, at_m, _ = scratch_layout(n, dim)
     k, v, s, m = mem + at_k, mem + at_v, mem + at_s, mem + at_m
     total, factor, low, high = m + 4 * n, m + 8 * n, m + 12 * n, m + 16 * n
     least_high, most_low = last_key, np.int64(0)
@@ -283,7 +283,8 @@ def attention(tid, team, a):
 def tile_bytes(group: int, dim: int, few: bool) -> int:
     """Scratch of a thread, rounded up to a page."""
     rows = group if few else max(1, MAX_ROWS // group) * group
-    return (scratch_layout.py_func((rows + 15) // 16 * 16, dim)[-1] + 4095) // 4096 * 4096
+    rows = -(-rows // LANES) * LANES
+    return -(-(scratch_layout.py_func(rows, dim)[4] + rows * output_row.py_func(dim)) // 4096) * 4096
 
 
 def splits(n_positions: int) -> tuple[int, int]:
