@@ -172,7 +172,7 @@ class CudaOps:
 
     def route(self, out: Routing, logits: Tensor, spec: MoeSpec, bias: Any = None) -> None:
         t, n_expert = logits.shape
-        e, n_blocks = triton.next_power_of_2(n_expert), triton.cdiv(t, router.TOKENS)
+        e, n_blocks = triton.next_power_of_2(n_expert), max(1, triton.cdiv(t, router.TOKENS))
         counts = self.scratch("counts", n_blocks * e, torch.int32)
         totals = self.scratch("totals", e, torch.int32)
         shared = {"TOP_K": spec.n_expert_used, "E": e, "TOKENS": router.TOKENS}

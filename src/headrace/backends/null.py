@@ -1,0 +1,309 @@
+"""A device that computes nothing and remembers everything: it proves the streaming contract without a GPU.
+
+Every copy and op is an Order with the byte ranges that it reads and writes, on one of two queues with events between
+them. Two things come out of the list: `hazards`, by happens-before alone (an order is ordered after another only
+through its queue or through an event that was recorded behind the one and waited for in front of the other), and a
+virtual clock, on which copies take bytes / link and ops take FLOPs / rate.
+"""
+
+import math
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..gguf import TensorInfo
+from ..hostmem import MappedRange
+from .base import DTYPE_BYTES, DeviceInfo, KVLayer, RecurrentLayer, Routing, StepState
+
+Range = tuple[int, int, int]
+"""(buffer, first byte, past the last byte)."""
+
+WRITTEN = {
+    "embed": (0,), "rms_norm": (0,), "l2_norm": (0,), "linear": (0,), "add": (0,), "add_bias": (0,), "glu": (0,),
+    "sigmoid_mul": (0,), "rope": (0,), "kv_store": (0,), "attention": (0,), "route": (0,), "expert_glu": (0,),
+    "expert_down": (0,), "combine": (0,), "conv1d": (0, 3), "delta_net": (0, 8), "gather_rows": (0,),
+}  # fmt: skip
+"""Which arguments of an op are written; all others, and those that an op updates, are read."""
+UPDATED = {"add", "add_bias", "sigmoid_mul", "rope", "combine", "conv1d", "delta_net"}
+
+
+@dataclass(frozen=True)
+class NullTensor:
+    """A shape at a place: strides in bytes, `first` the byte of the first element."""
+
+    buffer: int
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    def reshape(self, *shape: int) -> "NullTensor":
+        assert self.contiguous and math.prod(shape) == math.prod(self.shape), f"{self.shape} is no view of {shape}"
+        return NullTensor(self.buffer, self.first, shape, _packed(shape, self.itemsize), self.itemsize)
+
+    @property
+    def contiguous(self) -> bool:
+        return self.strides == _packed(self.shape, self.itemsize)
+
+    def __getitem__(self, index: Any, /) -> "NullTensor":
+        index = index if isinstance(index, tuple) else (index,)
+        first, shape, strides = self.first, [], []
+        for axis, (n, stride) in enumerate(zip(self.shape, self.strides)):
+            i = index[axis] if axis < len(index) else slice(None)
+            if isinstance(i, slice):
+                r = range(*i.indices(n))
+                assert r.step == 1
+                first, shape, strides = first + r.start * stride, [*shape, len(r)], [*strides, stride]
+            else:
+                assert -n <= i < n
+                first += (i % n) * stride
+        return NullTensor(self.buffer, first, tuple(shape), tuple(strides), self.itemsize)
+
+    @property
+    def span(self) -> Range:
+        """The bytes from the first element to the last, gaps included."""
+        if 0 in self.shape:
+            return self.buffer, self.first, self.first
+        last = self.first + sum((n - 1) * s for n, s in zip(self.shape, self.strides))
+        return self.buffer, self.first, last + self.itemsize
+
+
+def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class NullWeight:
+    """A weight's bytes on the device."""
+
+    info: TensorInfo
+    data: NullTensor
+
+
+@dataclass
+class Order:
+    """Something that a queue does. `clock` counts, for each queue, the orders known to be done before it."""
+
+    queue: str
+    name: str
+    reads: tuple[Range, ...]
+    writes: tuple[Range, ...]
+    seconds: float
+    clock: dict[str, int]
+    start_s: float = 0.0
+    at: int = 0
+
+
+@dataclass
+class NullEvent:
+    """The moment behind what its queue had been given when it was recorded."""
+
+    clock: dict[str, int] = field(default_factory=dict)
+    time_s: float = 0.0
+
+
+class NullQueue:
+    def __init__(self, device: "NullDevice", name: str) -> None:
+        self.device, self.name = device, name
+        self.clock: dict[str, int] = {}
+        self.time_s = 0.0
+
+    def give(self, name: str, reads: tuple[Range, ...], writes: tuple[Range, ...], seconds: float) -> None:
+        order = Order(self.name, name, reads, writes, seconds, dict(self.clock), self.time_s)
+        order.at = self.clock.get(self.name, 0)
+        self.clock[self.name] = order.at + 1
+        self.time_s += seconds
+        self.device.orders.append(order)
+
+    def copy(self, dst: NullTensor, src: Any) -> None:
+        on_device = isinstance(src, NullTensor)
+        n_bytes = math.prod(dst.shape) * dst.itemsize
+        rate = self.device.memory_gbps if on_device else self.device.info.link_gbps
+        self.give("copy", (src.span,) if on_device else (), (dst.span,), n_bytes / rate / 1e9)
+        if not on_device:
+            self.device.link_bytes += n_bytes
+
+    def record(self, event: NullEvent) -> None:
+        event.clock, event.time_s = dict(self.clock), self.time_s
+
+    def wait(self, event: NullEvent) -> None:
+        for name, n in event.clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), n)
+        self.time_s = max(self.time_s, event.time_s)
+
+    def synchronize(self) -> None:
+        """The host has seen all of it, so whatever is given to any queue from now on comes after."""
+        for queue in (self.device.compute, self.device.copy):
+            event = NullEvent()
+            self.record(event)
+            queue.wait(event)
+
+
+class NullOps:
+    """Ops as orders on the compute queue; their ranges come from the arguments, their seconds from the shapes."""
+
+    def __init__(self, device: "NullDevice") -> None:
+        self.device = device
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in WRITTEN:
+            raise AttributeError(name)
+
+        def op(*args: Any, **options: Any) -> None:
+            spans = [list(_spans(arg)) for arg in args]
+            writes = [s for i in WRITTEN[name] for s in spans[i]]
+            updated = name in UPDATED or options.get("add")
+            reads = [s for i, found in enumerate(spans) for s in found if updated or i not in WRITTEN[name]]
+            seconds = _flops(name, args) / self.device.info.flops
+            self.device.compute.give(name, tuple(reads), tuple(writes), seconds)
+
+        return op
+
+
+def _spans(arg: Any) -> Iterator[Range]:
+    """The byte ranges of a tensor, a weight, or a group of tensors."""
+    if isinstance(arg, NullTensor):
+        yield arg.span
+    elif isinstance(arg, NullWeight):
+        yield arg.data.span
+    elif isinstance(arg, KVLayer | RecurrentLayer | Routing | StepState):
+        for value in vars(arg).values():
+            if isinstance(value, NullTensor):
+                yield value.span
+
+
+def _flops(name: str, args: tuple[Any, ...]) -> float:
+    """Two per multiply-add of a product; other ops cost nothing."""
+    if name == "linear":
+        return 2.0 * args[1].shape[0] * math.prod(args[2].info.shape)
+    if name == "expert_glu":
+        return 4.0 * math.prod(args[0].shape) * args[1].shape[1]
+    if name == "expert_down":
+        return 2.0 * math.prod(args[0].shape) * args[1].shape[1]
+    if name == "attention":
+        return 4.0 * math.prod(args[0].shape) * args[3].block_table.shape[1] * args[3].page / 2
+    return 0.0
+
+
+class NullArena:
+    ALIGN = 256
+
+    def __init__(self, block: NullTensor) -> None:
+        self.block, self.used, self.peak_bytes = block, 0, 0
+
+    def take(self, shape: tuple[int, ...], dtype: str) -> NullTensor:
+        size = DTYPE_BYTES[dtype]
+        n_bytes = math.prod(shape) * size
+        first, self.used = self.used, self.used + -(-n_bytes // self.ALIGN) * self.ALIGN
+        self.peak_bytes = max(self.peak_bytes, self.used)
+        assert self.used <= self.block.shape[0], "the plan's arena is too small for this step"
+        return NullTensor(self.block.buffer, self.block.first + first, shape, _packed(shape, size), size)
+
+    def reset(self) -> None:
+        self.used = 0
+
+
+class NullDevice:
+    """link_gbps and flops set the virtual clock; `memory_bytes` is what `alloc` may hand out."""
+
+    act_dtype = "bf16"
+    memory_gbps = 1000.0
+
+    def __init__(self, link_gbps: float, flops: float, memory_bytes: int) -> None:
+        self.info = DeviceInfo("null", "gpu", memory_bytes, memory_bytes, link_gbps, flops, copies_async=True)
+        self.orders: list[Order] = []
+        self.compute, self.copy = NullQueue(self, "compute"), NullQueue(self, "copy")
+        self.ops = self.decode_ops = NullOps(self)
+        self.allocated_bytes = self.link_bytes = self.n_buffers = 0
+        self.recordings: dict[Hashable, list[Order]] = {}
+
+    def alloc(self, shape: tuple[int, ...], dtype: str) -> NullTensor:
+        n_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        if self.allocated_bytes + n_bytes > self.info.total_bytes:
+            raise MemoryError(f"null: {n_bytes} bytes do not fit")
+        self.allocated_bytes += n_bytes
+        self.n_buffers += 1
+        return NullTensor(self.n_buffers, 0, shape, _packed(shape, DTYPE_BYTES[dtype]), DTYPE_BYTES[dtype])
+
+    def arena(self, n_bytes: int) -> NullArena:
+        return NullArena(self.alloc((n_bytes,), "u8"))
+
+    def event(self) -> NullEvent:
+        return NullEvent()
+
+    def load(self, info: TensorInfo, raw: NDArray[np.uint8], layout: str = "in_place") -> NullWeight:
+        return NullWeight(info, self.alloc((info.n_bytes,), "u8"))
+
+    def view(self, info: TensorInfo, slot: NullTensor) -> NullWeight:
+        return NullWeight(info, slot[: info.n_bytes])
+
+    def gather_view(self, info: TensorInfo, slot: NullTensor, raw: NDArray[np.uint8]) -> None: ...
+
+    def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
+
+    def upload(self, dst: NullTensor, src: NDArray[Any]) -> None:
+        self.compute.give("upload", (), (dst.span,), 0.0)
+
+    def download(self, src: NullTensor) -> NDArray[Any]:
+        self.compute.give("download", (src.span,), (), 0.0)
+        self.compute.synchronize()
+        return np.zeros(src.shape, np.float32)
+
+    def replay(self, key: Hashable) -> bool:
+        if key not in self.recordings:
+            return False
+        for order in self.recordings[key]:
+            self.compute.give(order.name, order.reads, order.writes, order.seconds)
+        return True
+
+    @contextmanager
+    def record(self, key: Hashable) -> Iterator[None]:
+        n = len(self.orders)
+        yield
+        self.recordings[key] = self.orders[n:]
+
+    def close(self) -> None: ...
+
+    # what tests ask
+
+    @property
+    def elapsed_s(self) -> float:
+        """When the last queue is done, on the virtual clock."""
+        return max(self.compute.time_s, self.copy.time_s)
+
+    def busy_s(self, queue: str) -> float:
+        return sum(order.seconds for order in self.orders if order.queue == queue)
+
+    def hazards(self) -> list[str]:
+        """Pairs of orders of different queues that touch the same bytes, one writing, with nothing to order them."""
+        found, touched = [], {"compute": [], "copy": []}  # type: ignore[var-annotated]
+        for order in self.orders:
+            other = "copy" if order.queue == "compute" else "compute"
+            for mine, is_write in [(r, False) for r in order.reads] + [(w, True) for w in order.writes]:
+                for theirs, wrote, before in touched[other]:
+                    if (is_write or wrote) and _overlap(mine, theirs) and before.at >= order.clock.get(other, 0):
+                        verb = "writes" if is_write else "reads"
+                        where = f"buffer {mine[0]} [{mine[1]}:{mine[2]}]"
+                        beside = f"{other} {before.name} #{before.at}"
+                        found.append(f"{order.queue} {order.name} #{order.at} {verb} {where} beside {beside}")
+            if order.queue == "copy":
+                touched["copy"] += [(w, True, order) for w in order.writes]
+            else:
+                touched["compute"] += [(r, False, order) for r in order.reads] + [
+                    (w, True, order) for w in order.writes
+                ]
+        return found
+
+
+def _overlap(a: Range, b: Range) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+
+
+def open_device(
+    link_gbps: float = 25.0, flops: float = 1e14, memory_bytes: int = 1 << 40, **_: Any
+) -> NullDevice:  # fmt: skip
+    return NullDevice(link_gbps, flops, memory_bytes)

@@ -1,0 +1,161 @@
+"""The streaming contract, proved on the null device: random programs, slots, windows and micro-batches."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.backends import null
+from headrace.backends.base import Device
+from headrace.engine import Engine, open_engine
+from headrace.plan import Plan
+from headrace.runner import Runner
+from headrace.stream import ExpertStream
+from models.tiny import Tiny, write
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("null") / "m.gguf", Tiny("qwen3moe", "Q4_K_M", n_layer=5))
+
+
+def opened(model: Path, **config: object) -> Engine:
+    return open_engine(model, backend="null", **({"n_ctx": 512} | config))
+
+
+def test_a_pass_has_no_hazards_and_moves_each_byte_once_per_window(model: Path) -> None:
+    with opened(model, n_ubatch=32) as engine:
+        engine.logits(list(range(200)), [-1])
+        expected = sum(engine.file.tensors[name].n_bytes for name in engine.program.expert_tensors)
+        assert engine.plan.schedule == "layer" and engine.device.link_bytes == expected
+        assert engine.device.hazards() == []
+    with opened(model, n_ubatch=32, schedule="ubatch") as engine:
+        engine.logits(list(range(200)), [-1])
+        assert engine.device.link_bytes == 7 * expected and engine.device.hazards() == []
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    slots=st.sampled_from([-1, 0, 1, 2, 3, 5, 8]), n_cpu_moe=st.integers(0, 5), n_ubatch=st.sampled_from([7, 16, 64]),
+    schedule=st.sampled_from(["layer", "ubatch"]), lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    data=st.data(),
+)  # fmt: skip
+def test_no_hazards_whatever_the_settings(
+    model: Path, slots: int, n_cpu_moe: int, n_ubatch: int, schedule: str, lengths: list[int], data: st.DataObject
+) -> None:
+    with opened(
+        model, prefetch_experts=slots, n_cpu_moe=n_cpu_moe, n_ubatch=n_ubatch, schedule=schedule
+    ) as engine:  # fmt: skip
+        for n in lengths:  # prompts and single tokens in any order
+            if data.draw(st.booleans()) and engine.sequence.n_past:
+                engine.runner.decode([engine.sequence], [1])
+            else:
+                engine.runner.prefill(engine.sequence, [1] * n, [n - 1])
+        assert engine.device.hazards() == []
+        assert engine.device.allocated_bytes <= 1.02 * engine.plan.device_bytes + 65536, "no more than the plan says"
+
+
+def test_uploads_run_ahead_of_the_compute_they_serve(model: Path) -> None:
+    with opened(model, n_ubatch=64) as engine:
+        engine.logits(list(range(60)), [-1])
+        names = [(o.queue, o.name) for o in engine.device.orders]
+        uploads = [i for i, (queue, name) in enumerate(names) if queue == "copy"]
+        experts = [i for i, (_, name) in enumerate(names) if name == "expert_glu"]
+        for layer in range(1, 5):
+            assert uploads[3 * layer] < experts[layer - 1], "layer n + 1 is on its way before layer n computes"
+
+
+@pytest.mark.parametrize("flops", [1e10, 1e12, 1e14])
+def test_time_is_the_greater_of_copy_and_compute(model: Path, flops: float) -> None:
+    with opened(model, n_ubatch=64) as engine:
+        device = engine.device
+        device.info = null.open_device(link_gbps=10.0, flops=flops).info
+        engine.logits(list(range(256)), [-1])
+        copy_s, compute_s = device.busy_s("copy"), device.busy_s("compute")
+        one = copy_s / 5 + compute_s / 5  # a layer's upload in front, a layer's compute behind
+        assert device.elapsed_s <= 1.05 * max(copy_s, compute_s) + one
+
+
+def test_both_schedules_do_the_same_work(model: Path) -> None:
+    found = []
+    for schedule in ("layer", "ubatch"):
+        with opened(model, n_ubatch=32, schedule=schedule) as engine:
+            engine.logits(list(range(100)), [-1])
+            work = ("linear", "route", "expert_glu", "attention")
+            found.append(sorted(o.name for o in engine.device.orders if o.name in work))
+    assert found[0] == found[1]
+
+
+def test_a_failing_step_frees_its_slots(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(model, n_ubatch=32) as engine:
+        calls: Iterator[int] = iter(range(10**6))
+        original = Runner._steps
+
+        def failing(self: Runner, *args: object) -> None:
+            if next(calls) == 7:
+                raise RuntimeError("injected")
+            original(self, *args)
+
+        monkeypatch.setattr(Runner, "_steps", failing)
+        with pytest.raises(RuntimeError):
+            engine.runner.prefill(engine.sequence, [1] * 90)
+        assert engine.sequence.n_past == 0
+        engine.runner.prefill(engine.sequence, [1] * 90)
+        assert engine.device.hazards() == [] and engine.sequence.n_past == 90
+
+
+@pytest.mark.parametrize("forgotten", ["ready", "free"])
+def test_a_forgotten_event_is_seen(model: Path, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof can fail: without the wait for `ready`, or for `free`, hazards appear."""
+
+    def acquire(self: ExpertStream, step: object) -> None: ...
+
+    def upload(self: ExpertStream, name: str) -> None:
+        slot, info, copy = self.slot_of[name], self.streamed[name], self.device.copy
+        copy.copy(slot.buffer[: info.n_bytes], self.host(info))
+        copy.record(slot.ready)
+
+    monkeypatch.setattr(ExpertStream, *(("acquire", acquire) if forgotten == "ready" else ("upload", upload)))
+    with opened(model, n_ubatch=32) as engine:
+        engine.logits(list(range(60)), [-1])
+        assert engine.device.hazards()
+
+
+def test_slots_that_do_not_fit_leave_fewer_or_a_clear_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(model) as engine:
+        plan: Plan = engine.plan
+        before_slots = plan.n_bytes("resident")
+    for extra, n_slots in ((5, 5), (3, 3)):
+        limit = before_slots + extra * plan.slot_bytes + plan.slot_bytes // 2
+
+        def small(*args: object, limit: int = limit, **options: object) -> Device:
+            return _Limited(limit)
+
+        monkeypatch.setattr("headrace.engine.open_device", small)
+        with pytest.raises(MemoryError):  # the cache behind the slots no longer fits, but the slots were kept
+            opened(model)
+        assert _Limited.last is not None and _Limited.last.n_slots_kept(plan.slot_bytes) == n_slots
+
+
+class _Limited(null.NullDevice):
+    """Hands out so many bytes, then no more; claims to have plenty."""
+
+    last: "_Limited | None" = None
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(25.0, 1e14, 1 << 40)
+        self.limit, self.sizes = limit, []
+        _Limited.last = self
+
+    def alloc(self, shape: tuple[int, ...], dtype: str) -> null.NullTensor:
+        t = super().alloc(shape, dtype)
+        if self.allocated_bytes > self.limit:
+            self.allocated_bytes -= t.shape[0] if len(shape) == 1 else 0
+            raise MemoryError("full")
+        self.sizes.append(t.shape[0] if dtype == "u8" else 0)
+        return t
+
+    def n_slots_kept(self, slot_bytes: int) -> int:
+        return self.sizes.count(slot_bytes)
