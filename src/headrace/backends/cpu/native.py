@@ -18,6 +18,7 @@ import ctypes
 import platform
 import struct
 import sys
+from contextlib import contextmanager
 from functools import cached_property
 
 from llvmlite import ir
@@ -26,6 +27,7 @@ from numba.core import cgutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
+from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
@@ -64,13 +66,31 @@ class _Impl(CompileResultCacheImpl):
 
 
 class _Library(JITCodeLibrary):
-    """Numba links a helper into its callers after its machine code is made, which rewrites its LLVM module; optimised
-    again, such a module may be wrong (LLVM 22 dropped a remainder row). This library keeps a copy from before."""
+    """A module of LLVM code that becomes machine code only if it goes to the cache: an op does, a helper is just linked
+    into its callers. Numba would compile helpers for themselves, which takes time and rewrites the module that it then
+    links; optimised again, such a module may be wrong (LLVM 22 dropped a remainder row)."""
 
-    def _finalize_specific(self):
-        self._finalized = True
-        self._get_module_for_linking()
-        super()._finalize_specific()
+    def _optimize_final_module(self):
+        if self._object_caching_enabled:
+            super()._optimize_final_module()
+
+    def _finalize_final_module(self):
+        if self._object_caching_enabled:
+            super()._finalize_final_module()
+        else:
+            self._finalize_dynamic_globals()
+            self._finalized = True
+
+
+@contextmanager
+def _libraries(kind):
+    """What numba makes its libraries with."""
+    codegen = cpu_target.target_context.codegen()
+    usual, codegen._library_class = codegen._library_class, kind
+    try:
+        yield
+    finally:
+        codegen._library_class = usual
 
 
 class _Cache(FunctionCache):
@@ -85,7 +105,6 @@ class _Cache(FunctionCache):
         except Exception:
             found = None
         if found is None:
-            target_context.codegen()._library_class = _Library
             cache.compiling(self._py_func.__name__)
         return found
 
@@ -109,7 +128,8 @@ class Native:
         signature = ([types.int64] * self.n_args, self.returns)
         made = CFunc(self.fn, signature, locals={}, options=OPTIONS)
         made._cache = _Cache(self.fn)
-        made.compile()
+        with _libraries(_Library):
+            made.compile()
         return made
 
     @property
