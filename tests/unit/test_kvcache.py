@@ -1,0 +1,123 @@
+"""Pages and recurrent states of sequences: sharing, trimming, snapshots, seen in what the caches hold."""
+
+import numpy as np
+import pytest
+
+from headrace.backends import open_device
+from headrace.errors import UserError
+from headrace.kvcache import N_SNAPSHOT, PAGE, KVCache, Sequence, cache_bytes
+from headrace.spec import AttentionSpec, DeltaNetSpec, FfnSpec, ModelSpec, RopeSpec
+
+ATTENTION = AttentionSpec(2, 1, 4, RopeSpec(4), 0.5, 1e-6)
+DELTA_NET = DeltaNetSpec(1, 2, 4, 4, 4, 1e-6)
+
+
+def cache(recurrent: bool = False, n_ctx: int = 4 * PAGE, n_seq_max: int = 2) -> KVCache:
+    layers = [(ATTENTION, None), (None, DELTA_NET)] if recurrent else [(ATTENTION, None)]
+    spec = ModelSpec(
+        "x", "x", len(layers), 8, 10, 100, 1e-6, tuple(a for a, _ in layers), tuple(d for _, d in layers),
+        (FfnSpec(8, 1e-6),) * len(layers),
+    )  # fmt: skip
+    made = KVCache(open_device("reference"), spec, n_ctx, n_seq_max, "f32", "f32")
+    assert cache_bytes(spec, n_ctx, n_seq_max, "f32", "f32") == sum(
+        x.nbytes for layer in made.layers.values() for x in vars(layer).values()
+    ), "the plan counts what is allocated"
+    return made
+
+
+def write(c: KVCache, seq: Sequence, tokens: list[int]) -> None:
+    """Appends tokens, leaving each one's number in its cache row and in the recurrent state."""
+    c.reserve(seq, len(tokens))
+    rows = c.rows(seq, seq.n_past, seq.n_past + len(tokens))
+    c.layers[0].k[rows] = np.array(tokens, np.float32)[:, None, None]
+    if 1 in c.layers:
+        c.layers[1].s[seq.state_slot] = tokens[-1]
+    seq.tokens += tokens
+
+
+def read(c: KVCache, seq: Sequence) -> list[int]:
+    return c.layers[0].k[c.rows(seq, 0, seq.n_past), 0, 0].astype(int).tolist()
+
+
+def test_positions_lie_where_the_block_table_says() -> None:
+    c = cache()
+    a, b = c.sequence(), c.sequence()
+    for i in range(3):
+        write(c, a, [i] * 50)
+        write(c, b, [100 + i] * 10)
+    table = c.block_table([a, b])
+    for s, seq in enumerate((a, b)):
+        p = np.arange(seq.n_past)
+        assert (table[s, p // PAGE] * PAGE + p % PAGE == c.rows(seq, 0, seq.n_past)).all()
+        assert read(c, seq) == seq.tokens
+
+
+def test_a_fork_shares_whole_pages_and_owns_its_end() -> None:
+    c = cache()
+    a = c.sequence()
+    write(c, a, list(range(PAGE + 10)))
+    b = c.fork(a)
+    assert b.pages[0] == a.pages[0] and b.pages[1] != a.pages[1]
+    write(c, a, [777])
+    write(c, b, [888])
+    assert read(c, a)[-1] == 777 and read(c, b)[-1] == 888 and read(c, b)[:-1] == list(range(PAGE + 10))
+    c.release(a)
+    assert read(c, b)[:-1] == list(range(PAGE + 10)), "shared pages outlive the one that made them"
+
+
+def test_trimming_into_a_shared_page_copies_it() -> None:
+    c = cache()
+    a = c.sequence()
+    write(c, a, list(range(2 * PAGE)))
+    b = c.fork(a)
+    c.trim(b, PAGE + 5)
+    write(c, b, [999])
+    assert read(c, a) == list(range(2 * PAGE)) and read(c, b)[-2:] == [PAGE + 4, 999]
+
+
+def test_everything_comes_back() -> None:
+    c = cache(recurrent=True)
+    n_pages, n_slots = len(c.free_pages), len(c.free_slots)
+    for _ in range(20):
+        a = c.sequence()
+        write(c, a, [1] * 70)
+        c.snapshot(a)
+        b = c.fork(a)
+        write(c, b, [2] * 10)
+        c.snapshot(b)
+        c.release(a)
+        c.release(b)
+    assert (len(c.free_pages), len(c.free_slots)) == (n_pages, n_slots)
+
+
+def test_a_recurrent_sequence_falls_back_to_a_snapshot() -> None:
+    c = cache(recurrent=True)
+    a = c.sequence()
+    for token in (1, 2, 3):
+        write(c, a, [token] * 10)
+        c.snapshot(a)
+    write(c, a, [4] * 5)
+    assert len(a.snapshots) == N_SNAPSHOT
+    assert c.trim(a, 34) == 30 and (c.layers[1].s[a.state_slot] == 3).all()
+    assert c.trim(a, 25) == 20 and (c.layers[1].s[a.state_slot] == 2).all()
+    assert c.trim(a, 15) == 0 and not a.snapshots and not a.pages
+
+
+def test_rewind_restores_an_interrupted_state() -> None:
+    c = cache(recurrent=True)
+    a = c.sequence()
+    write(c, a, [1] * 10)
+    c.snapshot(a)
+    c.layers[1].s[a.state_slot] = 99  # half a ubatch
+    c.rewind(a)
+    assert a.n_past == 10 and (c.layers[1].s[a.state_slot] == 1).all()
+
+
+def test_full_context_and_too_many_sequences_are_told() -> None:
+    c = cache(n_ctx=100, n_seq_max=1)
+    a = c.sequence()
+    write(c, a, [1] * 100)
+    with pytest.raises(UserError, match="context of 100"):
+        c.reserve(a, 1)
+    with pytest.raises(UserError, match="-np"):
+        c.sequence()
