@@ -95,17 +95,26 @@ def output_row(dim):
 
 
 @inner
+def _load_queries(out, q, q0, q1, group, rows, n, dim, scale, by_row):
+    """scale * q of each row (token, head of the group): as rows, or as columns [dim, n] with zeros beside them."""
+    for r in range(n):
+        source = q + r // group * q0 + r % group * q1
+        if by_row and r < rows:
+            scale_row(out + 4 * r * dim, source, scale, dim)
+        elif r < rows:
+            for c in range(dim):
+                put_f32(out, c * n + r, f32(source, c) * scale)
+        elif not by_row:
+            for c in range(dim):
+                put_f32(out, c * n + r, np.float32(0))
+
+
+@inner
 def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_row):
     """One tile: rows (token, head of the group) over positions first_key..last_key, into o (see output_row)."""
     group, dim, scale, page, window = i64(a, 3), i64(a, 4), np.float32(f64(a, 5)), i64(a, 6), i64(a, 7)
-    k_cache, k_bytes, k_f16, v_cache, v_bytes, v_f16 = (
-        i64(a, 11),
-        i64(a, 12),
-        i64(a, 13),
-        i64(a, 14),
-        i64(a, 15),
-        i64(a, 16),
-    )
+    k_cache, k_bytes, k_f16 = i64(a, 11), i64(a, 12), i64(a, 13)
+    v_cache, v_bytes, v_f16 = i64(a, 14), i64(a, 15), i64(a, 16)
     kernels, rows = i64(a, 30), n_tok * group
     n, wide = (rows + 15) // 16 * 16, (dim + 15) // 16 * 16
     direct = i64(a, 28) > 0 and k_f16 and v_f16 and rows <= FEW_ROWS and dim % WIDE == 0
@@ -121,40 +130,23 @@ def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_
         put_i32(low, r, begin)
         put_i32(high, r, p + 1)
         least_high, most_low = min(least_high, p + 1), max(most_low, begin)
-        source = q + r // group * i64(a, 9) + r % group * i64(a, 10)
-        if r < rows and direct:
-            scale_row(mem + 4 * r * dim, source, scale, dim)
-        elif r < rows:
-            for c in range(dim):
-                put_f32(mem, c * n + r, f32(source, c) * scale)
-        elif not direct:
-            for c in range(dim):
-                put_f32(mem, c * n + r, np.float32(0))
     for r in range(rows):
         zero(o + r * o_row, wide)
+    _load_queries(mem, q, i64(a, 9), i64(a, 10), group, rows, n, dim, scale, direct)
+    if direct:
+        k_cache, v_cache = k_cache + 2 * head * dim, v_cache + 2 * head * dim
     start = first_key // KEYS * KEYS
     while start < last_key:
         n_keys = min(KEYS, last_key - start)
         if direct:
             if start + KEYS < last_key:
                 row, run = _run(table, page, start + KEYS, min(KEYS, last_key - start - KEYS))
-                _prefetch_rows(k_cache + row * k_bytes + 2 * head * dim, k_bytes, run, 2 * dim)
-                _prefetch_rows(v_cache + row * v_bytes + 2 * head * dim, v_bytes, run, 2 * dim)
+                _prefetch_rows(k_cache + row * k_bytes, k_bytes, run, 2 * dim)
+                _prefetch_rows(v_cache + row * v_bytes, v_bytes, run, 2 * dim)
             j = 0
             while j < n_keys:
                 row, run = _run(table, page, start + j, n_keys - j)
-                dots(
-                    kernels,
-                    s + 4 * j * n,
-                    4 * n,
-                    k_cache + row * k_bytes + 2 * head * dim,
-                    k_bytes,
-                    mem,
-                    4 * dim,
-                    run,
-                    rows,
-                    dim,
-                )
+                dots(kernels, s + 4 * j * n, 4 * n, k_cache + row * k_bytes, k_bytes, mem, 4 * dim, run, rows, dim)
                 j += run
         else:
             _expand(k, 4 * dim, k_cache, k_bytes, k_f16, head, table, page, start, n_keys, dim)
@@ -171,19 +163,8 @@ def _attend(a, mem, q, n_tok, head, positions, table, first_key, last_key, o, o_
             j = 0
             while j < n_keys:
                 row, run = _run(table, page, start + j, n_keys - j)
-                matmul_halves(
-                    kernels,
-                    o,
-                    o_row,
-                    s + 4 * j * n,
-                    4,
-                    4 * n,
-                    v_cache + row * v_bytes + 2 * head * dim,
-                    v_bytes,
-                    rows,
-                    dim,
-                    run,
-                )
+                values = v_cache + row * v_bytes
+                matmul_halves(kernels, o, o_row, s + 4 * j * n, 4, 4 * n, values, v_bytes, rows, dim, run)
                 j += run
         else:
             matmul(kernels, o, o_row, s, 4, 4 * n, v, 4 * wide, rows, wide, n_keys, 1)
