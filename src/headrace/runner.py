@@ -1,11 +1,12 @@
 """The loop: prefill a prompt, decode one token for each of several sequences; logits come back.
 
 Executes the orders of `schedule` blindly. Sequences advance only when their work is done: an interrupted prefill
-keeps the windows that were finished.
+keeps the windows that were finished, an interrupted decode may fall back to the prompt.
 """
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -64,16 +65,12 @@ class Runner:
             self.cache.snapshot(seq)
             self.cache.reserve(seq, stop - start)
             batches = [self._prompt_batch(seq, ids, a, b, start, wanted) for a, b in window]
-            try:
-                report = partial(_report, progress, start, len(ids)) if progress else None
+            report = partial(_report, progress, start, len(ids)) if progress else None
+            with self._whole([seq]):
                 for logits in self._run_window(batches, report):
                     out[n_done : n_done + len(logits)] = logits
                     n_done += len(logits)
-            except BaseException:
-                self.device.compute.synchronize()
-                self.cache.rewind(seq)
-                raise
-            seq.tokens += ids[start:stop].tolist()
+                seq.tokens += ids[start:stop].tolist()
         self.cache.snapshot(seq)
         return out
 
@@ -88,10 +85,24 @@ class Runner:
             seq_start=np.arange(n + 1, dtype=np.int32), block_table=self.cache.block_table(list(seqs)),
             state_slots=np.array([s.state_slot for s in seqs], np.int32), out_rows=np.arange(n, dtype=np.int32),
         )  # fmt: skip
-        (logits,) = self._run_window([batch], None, "decode")
-        for seq, token in zip(seqs, token_ids):
-            seq.tokens.append(int(token))
+        with self._whole(seqs):
+            (logits,) = self._run_window([batch], None, "decode")
+            for seq, token in zip(seqs, token_ids):
+                seq.tokens.append(int(token))
         return logits
+
+    @contextmanager
+    def _whole(self, seqs: Seq[Sequence]) -> Iterator[None]:
+        """The work inside is done in full, or an exception leaves the sequences as they were, or shorter."""
+        lengths = [seq.n_past for seq in seqs]
+        try:
+            yield
+        except BaseException:
+            self.device.compute.synchronize()
+            for seq, n in zip(seqs, lengths):
+                del seq.tokens[n:]
+                self.cache.rewind(seq)
+            raise
 
     def _prompt_batch(self, seq: Sequence, ids: Ints, a: int, b: int, window_start: int, wanted: Ints) -> Batch:
         first = seq.n_past + a - window_start

@@ -10,6 +10,7 @@ import pytest
 
 import headrace
 from headrace import SamplingParams
+from headrace.runner import Runner
 from models import llamacpp
 from models.tiny import N_VOCAB, Tiny, write
 
@@ -70,3 +71,30 @@ def test_decoding_agrees_with_prefilling(folder: Path, m: Tiny, backend: str) ->
     loss = logits.max(axis=1) - logits[np.arange(N_PREDICT), tokens]
     assert loss.max() < (0.05 if backend == "reference" else NOISE_8BIT)
     assert (loss == 0).mean() > 0.9
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [Tiny("qwen3moe", "Q8_0"), Tiny("qwen35moe", "Q8_0", n_layer=4)], ids=lambda m: m.name)
+def test_a_decode_that_was_interrupted_leaves_no_trace(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, m: Tiny, backend: str
+) -> None:
+    """Ctrl-C after a token's computation, before anybody knows of it: a recurrent state has moved on already."""
+    read, n_calls = Runner._read_logits, 0
+
+    def interrupted(runner: Runner, n: int) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 5:
+            raise KeyboardInterrupt
+        return read(runner, n)
+
+    greedy = SamplingParams(temperature=0.0)
+    with headrace.open(write(folder / "m.gguf", m), n_ctx=512, backend=backend) as engine:
+        monkeypatch.setattr(Runner, "_read_logits", interrupted)
+        said: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            said += (piece.token for piece in engine.generate(PROMPT, 20, greedy))
+        then = [*PROMPT, *said, 7, 8, 9]
+        after = [piece.token for piece in engine.generate(then, 16, greedy)]
+        engine.reset()
+        assert after == [piece.token for piece in engine.generate(then, 16, greedy)]
