@@ -40,10 +40,11 @@ class Products(Caller):
         if x.shape[1] % UNIT:
             x, w = self._padded(x), w.padded
         n, n_in = x.shape
-        scratch = self.scratch(4 * n_in * self.team.n_threads)
+        per_thread = 4 * n_in * floatmat.PANEL_ROWS
+        scratch = self.scratch(per_thread * self.team.n_threads)
         self.call(
             floatmat.mul_mat_float, n, n_in, out.shape[1], *w.float_kernels, at(w.data), at(x), x.strides[0],
-            at(out), out.strides[0] // 4, add, at(scratch), 4 * n_in, out=(out,), keep=(x, w, scratch),
+            at(out), out.strides[0] // 4, add, at(scratch), per_thread, out=(out,), keep=(x, w, scratch),
         )  # fmt: skip
 
     def _packed(self, x: Tensor, w: CpuWeight) -> Tensor:
@@ -117,11 +118,12 @@ class Products(Caller):
         n, m = out.shape
         k, n_expert = x.shape[1], routing.starts.shape[0] - 1
         entries = self.scratch(4 * n * (k + m), "entries")
-        scratch = self.scratch(4 * k * self.team.n_threads)
+        per_thread = 4 * k * floatmat.PANEL_ROWS
+        scratch = self.scratch(per_thread * self.team.n_threads)
         self.call(
             floatmat.expert_mat_float, k, m, n_expert, *experts.weight.float_kernels, experts.address,
             at(routing.order), at(routing.starts), per, at(x), x.strides[0], at(entries), at(out), out.strides[0] // 4,
-            at(scratch), 4 * k, at(entries) + 4 * n * k, out=(out,), keep=(x, routing, experts, entries, scratch),
+            at(scratch), per_thread, at(entries) + 4 * n * k, out=(out,), keep=(x, routing, experts, entries, scratch),
         )  # fmt: skip
 
     def _padded(self, x: Tensor) -> Tensor:

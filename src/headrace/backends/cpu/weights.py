@@ -86,7 +86,7 @@ class CpuWeight:
 
     @cached_property
     def float_kernels(self) -> tuple[int, ...]:
-        """Functions that multiply a row of floats with 1 and 4 tokens; the decoder, or 0 first where none is needed."""
+        """The kernels of floatmat.dots; then the decoder, or 0 first where none is needed."""
         name = self.info.type.name
         if name in floatmat.KINDS:
             return *floatmat.dots(name), 0, *self.decoder[1:]
