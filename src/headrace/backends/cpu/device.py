@@ -5,6 +5,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import cache as once
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class CpuDevice:
     act_dtype = "f32"
 
     def __init__(self, n_threads: int = 0) -> None:
-        cache.on_compile(_announce_once())
+        cache.on_compile(lambda name: _announce())
         self.team = Team(machine.threads(n_threads))
         self.info = DeviceInfo(
             f"{machine.cpu_name()}, {self.team.n_threads} threads", "cpu", machine.total_bytes(), available_bytes(),
@@ -132,17 +133,9 @@ class CpuDevice:
         self.team.close()
 
 
-def _announce_once() -> Any:
-    """A listener for the first compilation: one line, since a first start takes some seconds."""
-    said = False
-
-    def listen(name: str) -> None:
-        nonlocal said
-        if not said:
-            said = True
-            log.warning("compiling CPU kernels for this processor: once, for some seconds")
-
-    return listen
+@once
+def _announce() -> None:
+    log.warning("compiling CPU kernels for this processor: once, for some seconds")
 
 
 def open_device(n_threads: int = 0, **_: Any) -> CpuDevice:
