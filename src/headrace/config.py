@@ -21,7 +21,7 @@ KV_TYPES = ("f16", "f32")
 @dataclass(frozen=True)
 class Config:
     # fmt: off
-    backend: str = option("auto", "--backend", help="what computes: auto, cpu, reference, null (auto: cpu)")
+    backend: str = option("auto", "--backend", help="what computes: auto, cpu, cuda, reference, null (auto: cpu)")
     n_threads: int = option(0, "-t", "--threads", low=0, help="CPU threads (0: the cores this process may use)")
     n_ctx: int = option(0, "-c", "--ctx-size", low=0, help="context in tokens (0: the model's, cut to fit memory)")
     n_batch: int = option(2048, "-b", "--batch-size", low=1, help="most tokens handed over at once")
