@@ -15,6 +15,8 @@ are compiled into each op. A float argument travels as the bits of a float64 (`f
 """
 
 import ctypes
+import hashlib
+import pickle
 import platform
 import struct
 import sys
@@ -29,6 +31,7 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
 from . import cache
@@ -93,10 +96,32 @@ def _libraries(kind):
         codegen._library_class = usual
 
 
+class _Files:
+    """What numba asks of its index and data files, as one file a function and processor, with a checksum: numba would
+    run damaged machine code."""
+
+    def __init__(self, base):
+        self._base = base
+
+    def _path(self, key):
+        return cache.folder() / f"{self._base}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+
+    def load(self, key):
+        body = cache.read(self._path(key))
+        return None if body is None else pickle.loads(body)
+
+    def save(self, key, data):
+        cache.write(self._path(key), dumps(data))
+
+
 class _Cache(FunctionCache):
     """Numba's function cache in our folder; a file that cannot be read, understood or written counts as absent."""
 
     _impl_class = _Impl
+
+    def __init__(self, py_func):
+        super().__init__(py_func)
+        self._cache_file = _Files(self._impl.filename_base)
 
     def load_overload(self, sig, target_context):
         try:
