@@ -114,11 +114,19 @@ def make_plan(
     order = config.schedule if config.schedule != "auto" else "layer" if streams else "ubatch"
     n_window = n_ubatch if order == "ubatch" else max(n_ubatch, min(n_ctx, 32768) // n_ubatch * n_ubatch)
     state_bytes = 4 * spec.n_embd * (n_window + (n_ubatch if n_window > n_ubatch else 0)) + 4 * n_out * spec.n_vocab
-    return Plan(
+    plan = Plan(
         device=device, placements=placements, n_ctx=n_ctx, n_ubatch=n_ubatch, n_window=n_window, n_out=n_out,
         n_seq_max=config.n_seq_max, schedule=order, n_slots=n_slots, slot_bytes=slot_bytes, state_bytes=state_bytes,
         reasons=tuple(reasons), **sizes,
     )  # fmt: skip
+    if on_host and plan.device_bytes > device.free_bytes:
+        cache, weights = plan.cache_bytes / GIB, plan.n_bytes("resident") / GIB
+        raise UserError(
+            f"-c {n_ctx} x -np {config.n_seq_max}, -ub {n_ubatch}: {plan.device_bytes / GIB:.1f} GiB are needed "
+            f"({cache:.1f} for the cache, {weights:.1f} for regrouped weights); "
+            f"{device.free_bytes / GIB:.1f} are available: ask for less"
+        )
+    return plan
 
 
 def _context(program: Program, device: DeviceInfo, config: Config) -> int:

@@ -64,6 +64,14 @@ def test_context_is_cut_to_memory_and_told(file: File) -> None:
     assert plan(file, CPU, n_ctx=77).n_ctx == 77
 
 
+def test_what_cannot_fit_is_refused_before_it_is_allocated(file: File) -> None:
+    for wish in ({"n_ctx": 10**12}, {"n_seq_max": 10**6}):
+        with pytest.raises(UserError, match="GiB are needed"):
+            plan(file, CPU, **wish)
+    with pytest.raises(UserError, match="regrouped"):
+        plan(file, dataclasses.replace(CPU, free_bytes=4 << 20), n_ctx=256, repack="on")
+
+
 def test_windows_are_whole_micro_batches(file: File) -> None:
     p = plan(file, GPU, n_ubatch=100, n_ctx=450)
     assert p.schedule == "layer" and p.n_window == 400
