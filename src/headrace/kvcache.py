@@ -103,7 +103,7 @@ class KVCache:
         if self.spec.is_recurrent and n_tokens:
             n_tokens = max((n for n in seq.snapshots if n <= n_tokens), default=0)
             if n_tokens:
-                self._copy_state(seq.state_slot, seq.snapshots[n_tokens])
+                self._restore(seq, n_tokens)
         for n in [n for n in seq.snapshots if n > n_tokens]:
             self.free_slots.append(seq.snapshots.pop(n))
         del seq.tokens[n_tokens:]
@@ -124,14 +124,18 @@ class KVCache:
         if len(seq.snapshots) == N_SNAPSHOT:
             self.free_slots.append(seq.snapshots.pop(min(seq.snapshots)))
         row = self.free_slots.pop()
-        self._copy_state(row, seq.state_slot)
+        try:
+            self._copy_state(row, seq.state_slot)
+        except BaseException:
+            self.free_slots.append(row)
+            raise
         seq.snapshots[seq.n_past] = row
 
     def rewind(self, seq: Sequence) -> None:
         """After an interrupted ubatch: makes the recurrent state that of `seq.tokens` again, or of fewer tokens."""
         if self.spec.is_recurrent and seq.n_past:
             if seq.n_past in seq.snapshots:
-                self._copy_state(seq.state_slot, seq.snapshots[seq.n_past])
+                self._restore(seq, seq.n_past)
             else:
                 self.trim(seq, seq.n_past - 1)
 
@@ -154,6 +158,14 @@ class KVCache:
             if isinstance(layer, KVLayer):
                 for t in (layer.k, layer.v):
                     self.device.compute.copy(t[dst * PAGE : (dst + 1) * PAGE], t[src * PAGE : (src + 1) * PAGE])
+
+    def _restore(self, seq: Sequence, n_tokens: int) -> None:
+        """The recurrent state of a snapshot; half copied it is no state, and the sequence forgets everything."""
+        try:
+            self._copy_state(seq.state_slot, seq.snapshots[n_tokens])
+        except BaseException:
+            self.trim(seq, 0)
+            raise
 
     def _copy_state(self, dst: int, src: int) -> None:
         for layer in self._recurrent_layers():

@@ -113,6 +113,33 @@ def test_rewind_restores_an_interrupted_state() -> None:
     assert a.n_past == 10 and (c.layers[1].s[a.state_slot] == 1).all()
 
 
+def test_a_copy_of_states_that_is_interrupted_loses_no_row_and_leaves_no_half_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c = cache(recurrent=True)
+    a = c.sequence()
+    n_slots = len(c.free_slots)
+    write(c, a, [1] * 10)
+    c.snapshot(a)
+    write(c, a, [2] * 10)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(c, "_copy_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            c.snapshot(a)
+        assert list(a.snapshots) == [10] and len(c.free_slots) == n_slots - 1
+        with pytest.raises(KeyboardInterrupt):
+            c.trim(a, 15)
+        assert a.n_past == 0 and len(c.free_slots) == n_slots
+    write(c, a, [3] * 10)
+    c.snapshot(a)
+    write(c, a, [4] * 10)
+    assert c.trim(a, 15) == 10 and (c.layers[1].s[a.state_slot] == 3).all()
+
+
 def test_full_context_and_too_many_sequences_are_told() -> None:
     c = cache(n_ctx=100, n_seq_max=1)
     a = c.sequence()
