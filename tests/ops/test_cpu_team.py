@@ -10,6 +10,8 @@ import time
 import numpy as np
 import pytest
 
+from headrace.backends.cpu import team as team_module
+from headrace.backends.cpu.device import CpuDevice
 from headrace.backends.cpu.native import f64, float_bits, i64, op, put_f32, put_i64
 from headrace.backends.cpu.team import COUNTERS, Program, Team, barrier, counter, share, size, take
 
@@ -170,6 +172,29 @@ def test_interrupts_anywhere_leave_the_team_whole():
     assert caught > 100
     assert x.min() == x.max() > 0
     team.close()
+
+
+def test_synchronize_ends_what_an_interrupt_left_half_started(monkeypatch):
+    """Between posting and leading; a runner puts states back afterwards, and nobody may write to them then."""
+    device, finish, n_calls = CpuDevice(2), team_module._finish, 0
+    x = np.zeros(64, np.int64)
+
+    def interrupted(*args):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 2:  # the first is in front of posting
+            raise KeyboardInterrupt
+        finish(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(team_module, "_finish", interrupted)
+        device.team.run(Program([(add_one, (x.ctypes.data, 64))]))
+    device.compute.synchronize()
+    assert (x == 1).all()
+    device.compute.synchronize()
+    assert (x == 1).all()
+    device.close()
+    device.compute.synchronize()
 
 
 @pytest.mark.parametrize(

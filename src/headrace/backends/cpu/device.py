@@ -55,7 +55,10 @@ class CpuArena:
 
 
 class CpuQueue:
-    """Everything is done when the call returns."""
+    """Everything is done when the call returns; after an interrupt, when `synchronize` does."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
 
     def copy(self, dst: Array, src: Array) -> None:
         if dst.dtype == src.dtype and dst.shape == src.shape:
@@ -65,7 +68,9 @@ class CpuQueue:
 
     def record(self, event: Any) -> None: ...
     def wait(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self.team.finish()
 
 
 class CpuDevice:
@@ -81,7 +86,7 @@ class CpuDevice:
             repack_types=REPACK_TYPES,
         )  # fmt: skip
         self.ops = self.decode_ops = CpuOps(self.team)
-        self.compute = self.copy = CpuQueue()
+        self.compute = self.copy = CpuQueue(self.team)
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Array:
