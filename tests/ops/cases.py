@@ -4,6 +4,7 @@ A case is a function of a Lab, which makes tensors and weights on a device from 
 what they wrote. Numbers are scaled so that softmax and routing are far from uniform, and outputs start as NaN.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,11 @@ Result = list[np.ndarray]
 
 
 class Lab:
-    """Seeded numbers as tensors, weights and states of one device."""
+    """Seeded numbers as tensors, weights and states of one device; `decode` takes the ops of the decode phase."""
 
-    def __init__(self, device: Device, seed: int = 0) -> None:
-        self.device, self.ops, self.rng = device, device.ops, np.random.default_rng(seed)
+    def __init__(self, device: Device, seed: int = 0, decode: bool = False, layout: str = "in_place") -> None:
+        self.device, self.rng, self.layout = device, np.random.default_rng(seed), layout
+        self.ops = device.decode_ops if decode else device.ops
 
     def tensor(self, values: Any, dtype: str = "act") -> Any:
         values = np.asarray(values)
@@ -51,7 +53,8 @@ class Lab:
         kind = TYPES[type_name]
         n = int(np.prod(shape)) // kind.block
         raw = random_blocks(kind, n, self.rng, scale * shape[-1] ** -0.5).reshape(-1)
-        return self.device.load(TensorInfo("w", kind, shape, 0, 0, raw.nbytes), raw)
+        layout = self.layout if type_name in self.device.info.repack_types else "in_place"
+        return self.device.load(TensorInfo("w", kind, shape, 0, 0, raw.nbytes), raw, layout)
 
     def vector(self, values: np.ndarray) -> Any:
         raw = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
@@ -60,17 +63,17 @@ class Lab:
     def get(self, *tensors: Any) -> Result:
         return [np.asarray(self.device.download(t)).astype(np.float64) for t in tensors]
 
-    def state(self, *sequences: tuple[int, int], n_block: int = 8) -> StepState:
+    def state(self, *sequences: tuple[int, int], n_block: int = 8, page: int = PAGE) -> StepState:
         """A ubatch of sequences (tokens already there, tokens new), their pages shuffled."""
         n_seq = len(sequences)
         table = self.rng.permutation(n_seq * n_block).reshape(n_seq, n_block)
         positions = [np.arange(past, past + new) for past, new in sequences]
-        rows = [table[s, p // PAGE] * PAGE + p % PAGE for s, p in enumerate(positions)]
+        rows = [table[s, p // page] * page + p % page for s, p in enumerate(positions)]
         i32 = [
             np.zeros(sum(n for _, n in sequences)), np.concatenate(positions), np.concatenate(rows),
             np.cumsum([0, *(n for _, n in sequences)]), table, self.rng.permutation(n_seq), np.zeros(1),
         ]  # fmt: skip
-        return StepState(*(self.tensor(v.astype(np.int32), "i32") for v in i32), page=PAGE)
+        return StepState(*(self.tensor(v.astype(np.int32), "i32") for v in i32), page=page)
 
     def routing(self, n: int, spec: MoeSpec, ids: np.ndarray | None = None) -> Routing:
         """Routed tokens; given ids stand for the router's choice."""
@@ -91,8 +94,14 @@ class Case:
     """`tolerance`: "exact" (float32 arithmetic) or "product" (activations may be quantised or 16-bit)."""
 
     name: str
-    run: Callable[[Lab], Result]
+    fn: Callable[[Lab], Result]
     tolerance: str = "exact"
+    decode: bool = False
+    """One token a sequence, by the ops of the decode phase."""
+
+    def run(self, device: Device, layout: str = "in_place") -> Result:
+        """What the ops wrote; the numbers depend on the name alone."""
+        return self.fn(Lab(device, zlib.crc32(self.name.encode()), self.decode, layout))
 
 
 def norm_case(lab: Lab, t: int, n: int) -> Result:
@@ -152,19 +161,26 @@ def linear_case(lab: Lab, type_name: str, t: int, n_out: int, n_in: int) -> Resu
     return lab.get(out, added)
 
 
+def row_case(lab: Lab, t: int, d: int) -> Result:
+    """A one-dimensional weight, as the gate of a shared expert: one number a token, float32."""
+    out = lab.out(t, 1, dtype="f32")
+    lab.ops.linear(out, lab.acts(t, d), lab.vector(lab.normal(d)))
+    return lab.get(out)
+
+
 def attention_case(
     lab: Lab, *sequences: tuple[int, int], heads: int = 4, kv: int = 2, dim: int = 32, window: int = 0,
-    sinks: bool = False, dtype: str = "f16",
+    sinks: bool = False, dtype: str = "f16", page: int = PAGE,
 ) -> Result:  # fmt: skip
     spec = AttentionSpec(heads, kv, dim, RopeSpec(dim), dim**-0.5, 1e-6, window)
-    n_rows, t = 8 * PAGE * len(sequences), sum(n for _, n in sequences)
-    state = lab.state(*sequences)
+    n_rows, t = 8 * page * len(sequences), sum(n for _, n in sequences)
+    state = lab.state(*sequences, page=page)
     cache = KVLayer(lab.tensor(lab.normal(n_rows, kv, dim), dtype), lab.tensor(lab.normal(n_rows, kv, dim), dtype))
     lab.ops.kv_store(cache, lab.acts(t, kv, dim), lab.acts(t, kv, dim), state)
     out = lab.out(t, heads, dim)
     sink = lab.vector(lab.normal(heads)) if sinks else None
     lab.ops.attention(out, lab.acts(t, heads, dim, scale=4), cache, state, spec, sink)
-    return lab.get(out, cache.k)
+    return lab.get(out, cache.k, cache.v)
 
 
 def route_case(lab: Lab, t: int, spec: MoeSpec, bias: bool = False, ties: bool = False) -> Result:
@@ -180,19 +196,19 @@ def route_case(lab: Lab, t: int, spec: MoeSpec, bias: bool = False, ties: bool =
 
 
 def experts_case(
-    lab: Lab, type_name: str, t: int, d: int = 256, f: int = 96, *, ids: str = "", fused: bool = False,
-    bias: bool = False, down_type: str = "Q8_0",
+    lab: Lab, type_name: str, t: int, d: int = 256, f: int = 96, *, used: int = 2, ids: str = "", fused: bool = False,
+    bias: bool = False, down_type: str = "Q8_0", activation: str = "silu",
 ) -> Result:  # fmt: skip
-    spec = MoeSpec(5, 2, f, 1e-6)
+    spec = MoeSpec(5, used, f, 1e-6)
     wanted = {"": None, "one": np.tile([3, 1], (t, 1)), "alone": np.array([[4, 0]] + [[1, 2]] * (t - 1))}[ids]
     r = lab.routing(t, spec, wanted)
-    h, y, x = lab.out(t * 2, f), lab.out(t * 2, d), lab.f32(t, d)
+    h, y, x = lab.out(t * used, f), lab.out(t * used, d), lab.f32(t, d)
     if fused:
         gate, up = lab.weight(type_name, 5, 2 * f, d), None
     else:
         gate, up = lab.weight(type_name, 5, f, d), lab.weight(type_name, 5, f, d)
     biases = [lab.vector(lab.normal(5, n)) if bias else None for n in (f, f, d)]
-    lab.ops.expert_glu(h, lab.acts(t, d), r, gate, up, "silu", biases[0], biases[1])
+    lab.ops.expert_glu(h, lab.acts(t, d), r, gate, up, activation, biases[0], biases[1])
     lab.ops.expert_down(y, h, r, lab.weight(down_type, 5, d, f), biases[2])
     lab.ops.combine(x, y, r)
     return lab.get(h, y, x)
@@ -216,8 +232,10 @@ def delta_case(lab: Lab, *sequences: tuple[int, int], k_heads: int = 2, v_heads:
     return lab.get(conv, out, cache.conv, cache.s)
 
 
-def case(name: str, fn: Callable[..., Result], *args: Any, tolerance: str = "exact", **options: Any) -> Case:
-    return Case(name, lambda lab: fn(lab, *args, **options), tolerance)
+def case(
+    name: str, fn: Callable[..., Result], *args: Any, tolerance: str = "exact", decode: bool = False, **options: Any
+) -> Case:  # fmt: skip
+    return Case(name, lambda lab: fn(lab, *args, **options), tolerance, decode)
 
 
 QUANTISED = [name for name in TYPES if name not in ("F32", "F16", "BF16")]
@@ -237,6 +255,10 @@ CASES = [
     *(case(f"linear Q8_0 {t}x{n}x{k}", linear_case, "Q8_0", t, n, k, tolerance="product")
       for t, n, k in ((0, 16, 32), (1, 16, 32), (2, 7, 96), (17, 48, 1408), (33, 96, 768))),
     *(case(f"linear Q4_K {t}", linear_case, "Q4_K", t, 80, 256, tolerance="product") for t in (1, 2, 8, 13, 40)),
+    *(case(f"decode linear {n}", linear_case, n, 1, 37, 512, tolerance="product", decode=True) for n in TYPES),
+    case("decode linear several", linear_case, "Q4_K", 5, 37, 256, tolerance="product", decode=True),
+    *(case(f"linear one row {t}", row_case, t, 96, tolerance="product") for t in (0, 1, 17)),
+    case("decode linear one row", row_case, 1, 768, tolerance="product", decode=True),
     case("attention one token", attention_case, (0, 1)),
     case("attention decode", attention_case, (77, 1), heads=8, kv=1),
     case("attention prompt", attention_case, (5, 40), heads=2, kv=2, dim=64),
@@ -244,13 +266,27 @@ CASES = [
     case("attention window", attention_case, (30, 33), window=9),
     case("attention sinks", attention_case, (10, 7), sinks=True, heads=1, kv=1),
     case("attention several", attention_case, (3, 20), (60, 1), (0, 17), heads=6, kv=2),
+    case("attention pages of 64", attention_case, (150, 6), (0, 130), page=64),
+    case("attention wide heads", attention_case, (20, 5), heads=4, kv=1, dim=128),
+    case("attention widest heads", attention_case, (9, 1), (0, 19), heads=2, kv=1, dim=256, page=64),
+    case("decode attention", attention_case, (400, 1), heads=8, kv=2, dim=64, page=64, decode=True),
+    case("decode attention window", attention_case, (90, 1), (3, 1), window=17, decode=True),
     case("attention decode several", attention_case, (3, 1), (100, 1), (0, 1), window=50, sinks=True),
     *(case(f"route {t}", route_case, t, MoeSpec(16, 4, 32, 1e-6)) for t in (0, 1, 33)),
     case("route odd", route_case, 5, MoeSpec(6, 3, 32, 1e-6, norm_weights=False, weight_scale=2.5)),
     case("route sigmoid bias", route_case, 9, MoeSpec(8, 2, 32, 1e-6, gating="sigmoid"), bias=True),
     case("route ties", route_case, 20, MoeSpec(16, 4, 32, 1e-6), ties=True),
     case("route all", route_case, 3, MoeSpec(4, 4, 32, 1e-6)),
-    *(case(f"experts {n}", experts_case, n, 7, tolerance="product") for n in ("Q4_K", "Q6_K", "Q8_0", "F16", "IQ2_S")),
+    case("route one", route_case, 7, MoeSpec(5, 1, 32, 1e-6)),
+    case("route many", route_case, 18, MoeSpec(256, 8, 32, 1e-6)),
+    case("route more", route_case, 2, MoeSpec(512, 10, 32, 1e-6)),
+    *(case(f"experts {n}", experts_case, n, 4, f=64, tolerance="product") for n in TYPES),
+    *(case(f"decode experts {n}", experts_case, n, 1, f=64, tolerance="product", decode=True) for n in TYPES),
+    case("decode experts several", experts_case, "Q4_K", 3, tolerance="product", decode=True),
+    case("decode experts fused", experts_case, "Q8_0", 1, fused=True, tolerance="product", decode=True),
+    case("decode experts biases", experts_case, "MXFP4", 1, bias=True, tolerance="product", decode=True),
+    case("experts one a token", experts_case, "Q4_K", 9, used=1, tolerance="product"),
+    case("experts gelu", experts_case, "Q8_0", 5, activation="gelu", tolerance="product"),
     *(case(f"experts tokens {t}", experts_case, "Q4_K", t, tolerance="product") for t in (0, 1, 2, 40)),
     case("experts all on one", experts_case, "Q5_K", 33, ids="one", tolerance="product"),
     case("experts one token alone", experts_case, "Q4_K", 12, ids="alone", tolerance="product"),
@@ -261,5 +297,7 @@ CASES = [
     case("delta one token", delta_case, (0, 1)),
     case("delta decode", delta_case, (9, 1), (40, 1)),
     case("delta prompt", delta_case, (5, 70)),
+    case("delta wide", delta_case, (0, 5), k_heads=1, v_heads=2, dim=128),
+    case("decode delta", delta_case, (9, 1), (0, 1), (40, 1), dim=64, decode=True),
     case("delta several", delta_case, (0, 2), (7, 33), (50, 1), k_heads=1, v_heads=3),
 ]  # fmt: skip
