@@ -1,9 +1,12 @@
 """The only wiring file: opens a model, plans, loads, and offers it as an Engine."""
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -72,11 +75,13 @@ def prepare(path: str | Path | None, config: Config) -> Prepared:
 
 
 class Engine:
-    """A loaded model. Close it, or use it in a `with`; one thread at a time."""
+    """A loaded model. Close it, or use it in a `with`; one text at a time: a call ends the generation before it."""
 
     def __init__(self, path: str | Path | None, config: Config, load_progress: LoadProgress | None = None) -> None:
         start_s = time.perf_counter()
         self.config, self.stats = config, Stats()
+        self._busy, self._text = threading.Lock(), object()
+        self._process, self._closed = os.getpid(), False
         ready = prepare(path, config)
         self.file, self.program, self.device, self.plan = ready.file, ready.program, ready.device, ready.plan
         self.spec = self.program.spec
@@ -143,10 +148,11 @@ class Engine:
         if any(not -len(ids) <= r < len(ids) for r in wanted):
             raise UserError(f"rows {rows}: the text has {len(ids)} tokens")
         order = sorted({r % len(ids) for r in wanted})
-        self.reset()
-        if not order:
-            return np.empty((0, self.spec.n_vocab), np.float32)
-        found = self.runner.prefill(self.sequence, ids, order)
+        with self._turn():
+            self.cache.trim(self.sequence, 0)
+            if not order:
+                return np.empty((0, self.spec.n_vocab), np.float32)
+            found = self.runner.prefill(self.sequence, ids, order)
         return found[np.searchsorted(order, [r % len(ids) for r in wanted])]
 
     def generate(
@@ -168,10 +174,17 @@ class Engine:
         self, ids: list[int], n_predict: int, sampling: SamplingParams, progress: Progress | None
     ) -> Iterator[Piece]:  # fmt: skip
         stats = Stats()
+        pieces = generate(
+            self.runner, self.cache, self.sequence, self.tokenizer, ids, n_predict, sampling, stats, progress
+        )
+        text = self._text = object()
         try:
-            yield from generate(
-                self.runner, self.cache, self.sequence, self.tokenizer, ids, n_predict, sampling, stats, progress
-            )
+            while True:
+                with self._turn(text):
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                yield piece
         finally:
             for name in ("n_prompt", "n_reused", "prefill_s", "n_decoded", "decode_s"):
                 setattr(self.stats, name, getattr(self.stats, name) + getattr(stats, name))
@@ -179,7 +192,26 @@ class Engine:
 
     def reset(self) -> None:
         """Forgets the text in the cache."""
-        self.cache.trim(self.sequence, 0)
+        with self._turn():
+            self.cache.trim(self.sequence, 0)
+
+    @contextmanager
+    def _turn(self, text: object = None) -> Iterator[None]:
+        """The engine for one caller, who goes on with `text` or (None) begins another; UserError if that cannot be."""
+        if self._closed:
+            raise UserError("the engine is closed")
+        if self._process != os.getpid():
+            raise UserError(f"the engine belongs to process {self._process}: open one after the fork")
+        if not self._busy.acquire(blocking=False):
+            raise UserError("the engine is in use by another thread, or by who calls it from a progress callback")
+        try:
+            if text is None:
+                self._text = object()
+            elif text is not self._text:
+                raise UserError("the engine has been given another text since: generate anew to go on with this one")
+            yield
+        finally:
+            self._busy.release()
 
     def _checked(self, token_ids: Seq[int]) -> list[int]:
         ids = [int(t) for t in token_ids]
@@ -191,6 +223,7 @@ class Engine:
 
     def close(self) -> None:
         """Stops the device and lets go of the file; twice is fine."""
+        self._closed = True
         self.device.close()
         self.host.close()
 
