@@ -4,10 +4,13 @@ Every copy and op is an Order with the byte ranges that it reads and writes, on 
 them. Two things come out of the list: `hazards`, by happens-before alone (an order is ordered after another only
 through its queue or through an event that was recorded behind the one and waited for in front of the other), and a
 virtual clock, on which copies take bytes / link and ops take FLOPs / rate.
+
+Memory that starts undefined is watched too: a slot must hold the tensor that is read from it, and a temporary must
+have been written since it was taken and be read before its step ends.
 """
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +21,7 @@ from numpy.typing import NDArray
 from ..gguf import TensorInfo
 from ..hostmem import MappedRange
 from .base import DTYPE_BYTES, DeviceInfo, KVLayer, RecurrentLayer, Routing, StepState
-
-Range = tuple[int, int, int]
-"""(buffer, first byte, past the last byte)."""
+from .hazards import Order, Range, covered, races, wrong_slots
 
 WRITTEN = {
     "embed": (0,), "rms_norm": (0,), "l2_norm": (0,), "linear": (0,), "add": (0,), "add_bias": (0,), "glu": (0,),
@@ -85,20 +86,6 @@ class NullWeight:
 
 
 @dataclass
-class Order:
-    """Something that a queue does. `clock` counts, for each queue, the orders known to be done before it."""
-
-    queue: str
-    name: str
-    reads: tuple[Range, ...]
-    writes: tuple[Range, ...]
-    seconds: float
-    clock: dict[str, int]
-    start_s: float = 0.0
-    at: int = 0
-
-
-@dataclass
 class NullEvent:
     """The moment behind what its queue had been given when it was recorded."""
 
@@ -112,18 +99,25 @@ class NullQueue:
         self.clock: dict[str, int] = {}
         self.time_s = 0.0
 
-    def give(self, name: str, reads: tuple[Range, ...], writes: tuple[Range, ...], seconds: float) -> None:
-        order = Order(self.name, name, reads, writes, seconds, dict(self.clock), self.time_s)
-        order.at = self.clock.get(self.name, 0)
-        self.clock[self.name] = order.at + 1
+    def give(
+        self, name: str, reads: tuple[Range, ...], writes: tuple[Range, ...], seconds: float,
+        weights: tuple[tuple[str, Range], ...] = (), source: str = "",
+    ) -> None:  # fmt: skip
+        at = self.clock.get(self.name, 0)
+        self.device.orders.append(
+            Order(self.name, name, reads, writes, seconds, dict(self.clock), self.time_s, at, weights, source)
+        )
+        self.clock[self.name] = at + 1
         self.time_s += seconds
-        self.device.orders.append(order)
 
     def copy(self, dst: NullTensor, src: Any) -> None:
         on_device = isinstance(src, NullTensor)
         n_bytes = math.prod(dst.shape) * dst.itemsize
         rate = self.device.memory_gbps if on_device else self.device.info.link_gbps
-        self.give("copy", (src.span,) if on_device else (), (dst.span,), n_bytes / rate / 1e9)
+        reads = (src.span,) if on_device else ()
+        self.device.check_memory("copy", reads, (dst.span,))
+        source = "" if on_device else self.device.host_tensors.get(_address(src), "")
+        self.give("copy", reads, (dst.span,), n_bytes / rate / 1e9, source=source)
         if not on_device:
             self.device.link_bytes += n_bytes
 
@@ -154,12 +148,17 @@ class NullOps:
             raise AttributeError(name)
 
         def op(*args: Any, **options: Any) -> None:
-            spans = [list(_spans(arg)) for arg in args]
-            writes = [s for i in WRITTEN[name] for s in spans[i]]
             updated = name in UPDATED or options.get("add")
-            reads = [s for i, found in enumerate(spans) for s in found if updated or i not in WRITTEN[name]]
+            reads, writes = [], [s for i in WRITTEN[name] for s in _spans(args[i])]
+            weights = []
+            for i, arg in enumerate((*args, *options.values())):
+                if updated or i not in WRITTEN[name]:
+                    reads += _spans(arg)
+                if isinstance(arg, NullWeight):
+                    weights.append((arg.info.name, arg.data.span))
+            self.device.check_memory(name, reads, writes)
             seconds = _flops(name, args) / self.device.info.flops
-            self.device.compute.give(name, tuple(reads), tuple(writes), seconds)
+            self.device.compute.give(name, tuple(reads), tuple(writes), seconds, tuple(weights))
 
         return op
 
@@ -176,6 +175,10 @@ def _spans(arg: Any) -> Iterator[Range]:
                 yield value.span
 
 
+def _address(src: NDArray[Any]) -> int:
+    return int(src.__array_interface__["data"][0])
+
+
 def _flops(name: str, args: tuple[Any, ...]) -> float:
     """Two per multiply-add of a product; other ops cost nothing."""
     if name == "linear":
@@ -184,27 +187,38 @@ def _flops(name: str, args: tuple[Any, ...]) -> float:
         return 4.0 * math.prod(args[0].shape) * args[1].shape[1]
     if name == "expert_down":
         return 2.0 * math.prod(args[0].shape) * args[1].shape[1]
+    if name == "delta_net":  # two products with the state and one update of it
+        return 6.0 * math.prod(args[0].shape) * args[1].shape[2]
     if name == "attention":
         return 4.0 * math.prod(args[0].shape) * args[3].block_table.shape[1] * args[3].page / 2
     return 0.0
 
 
 class NullArena:
+    """Each `reset` makes the block a buffer of another number, so that what a step left over is recognised."""
+
     ALIGN = 256
 
-    def __init__(self, block: NullTensor) -> None:
-        self.block, self.used, self.peak_bytes = block, 0, 0
+    def __init__(self, device: "NullDevice", n_bytes: int) -> None:
+        self.device, self.n_bytes = device, n_bytes
+        self.buffer = device.alloc((n_bytes,), "u8").buffer
+        self.used = self.peak_bytes = 0
+        device.temporaries[self.buffer] = []
 
     def take(self, shape: tuple[int, ...], dtype: str) -> NullTensor:
         size = DTYPE_BYTES[dtype]
         n_bytes = math.prod(shape) * size
         first, self.used = self.used, self.used + -(-n_bytes // self.ALIGN) * self.ALIGN
         self.peak_bytes = max(self.peak_bytes, self.used)
-        assert self.used <= self.block.shape[0], "the plan's arena is too small for this step"
-        return NullTensor(self.block.buffer, self.block.first + first, shape, _packed(shape, size), size)
+        assert self.used <= self.n_bytes, "the plan's arena is too small for this step"
+        return NullTensor(self.buffer, first, shape, _packed(shape, size), size)
 
     def reset(self) -> None:
-        self.used = 0
+        self.device.freed.add(self.buffer)
+        del self.device.temporaries[self.buffer]
+        self.device.n_buffers += 1
+        self.buffer, self.used = self.device.n_buffers, 0
+        self.device.temporaries[self.buffer] = []
 
 
 class NullDevice:
@@ -220,6 +234,13 @@ class NullDevice:
         self.ops = self.decode_ops = NullOps(self)
         self.allocated_bytes = self.link_bytes = self.n_buffers = 0
         self.recordings: dict[Hashable, list[Order]] = {}
+        self.slots: set[int] = set()
+        self.host_tensors: dict[int, str] = {}
+        self.temporaries: dict[int, list[tuple[int, int]]] = {}
+        """Buffer of an arena -> the byte ranges that were written since its reset."""
+        self.freed: set[int] = set()
+        self.misuses: list[str] = []
+        self.closed = False
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> NullTensor:
         n_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
@@ -230,7 +251,7 @@ class NullDevice:
         return NullTensor(self.n_buffers, 0, shape, _packed(shape, DTYPE_BYTES[dtype]), DTYPE_BYTES[dtype])
 
     def arena(self, n_bytes: int) -> NullArena:
-        return NullArena(self.alloc((n_bytes,), "u8"))
+        return NullArena(self, n_bytes)
 
     def event(self) -> NullEvent:
         return NullEvent()
@@ -239,16 +260,21 @@ class NullDevice:
         return NullWeight(info, self.alloc((info.n_bytes,), "u8"))
 
     def view(self, info: TensorInfo, slot: NullTensor) -> NullWeight:
+        self.slots.add(slot.buffer)
         return NullWeight(info, slot[: info.n_bytes])
 
-    def gather_view(self, info: TensorInfo, slot: NullTensor, raw: NDArray[np.uint8]) -> None: ...
+    def gather_view(self, info: TensorInfo, slot: NullTensor, raw: NDArray[np.uint8]) -> None:
+        """Cannot gather; remembers where the tensor lies in host memory."""
+        self.host_tensors[_address(raw)] = info.name
 
     def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
 
     def upload(self, dst: NullTensor, src: NDArray[Any]) -> None:
+        self.check_memory("upload", (), (dst.span,))
         self.compute.give("upload", (), (dst.span,), 0.0)
 
     def download(self, src: NullTensor) -> NDArray[Any]:
+        self.check_memory("download", (src.span,), ())
         self.compute.give("download", (src.span,), (), 0.0)
         self.compute.synchronize()
         return np.zeros(src.shape, np.float32)
@@ -257,7 +283,7 @@ class NullDevice:
         if key not in self.recordings:
             return False
         for order in self.recordings[key]:
-            self.compute.give(order.name, order.reads, order.writes, order.seconds)
+            self.compute.give(order.name, order.reads, order.writes, order.seconds, order.weights)
         return True
 
     @contextmanager
@@ -266,7 +292,20 @@ class NullDevice:
         yield
         self.recordings[key] = self.orders[n:]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
+
+    def check_memory(self, name: str, reads: Iterable[Range], writes: Iterable[Range]) -> None:
+        """Notes the use of freed memory, and of temporaries that nobody wrote."""
+        for buffer, first, stop in (*reads, *writes):
+            if first < stop and (self.closed or buffer in self.freed):
+                self.misuses.append(f"{name} uses buffer {buffer} [{first}:{stop}] after it was freed")
+        for buffer, first, stop in reads:
+            if buffer in self.temporaries and covered(self.temporaries[buffer], first) < stop:
+                self.misuses.append(f"{name} reads buffer {buffer} [{first}:{stop}], which was not written")
+        for buffer, first, stop in writes:
+            if buffer in self.temporaries:
+                self.temporaries[buffer].append((first, stop))
 
     # what tests ask
 
@@ -279,28 +318,8 @@ class NullDevice:
         return sum(order.seconds for order in self.orders if order.queue == queue)
 
     def hazards(self) -> list[str]:
-        """Pairs of orders of different queues that touch the same bytes, one writing, with nothing to order them."""
-        found, touched = [], {"compute": [], "copy": []}  # type: ignore[var-annotated]
-        for order in self.orders:
-            other = "copy" if order.queue == "compute" else "compute"
-            for mine, is_write in [(r, False) for r in order.reads] + [(w, True) for w in order.writes]:
-                for theirs, wrote, before in touched[other]:
-                    if (is_write or wrote) and _overlap(mine, theirs) and before.at >= order.clock.get(other, 0):
-                        verb = "writes" if is_write else "reads"
-                        where = f"buffer {mine[0]} [{mine[1]}:{mine[2]}]"
-                        beside = f"{other} {before.name} #{before.at}"
-                        found.append(f"{order.queue} {order.name} #{order.at} {verb} {where} beside {beside}")
-            if order.queue == "copy":
-                touched["copy"] += [(w, True, order) for w in order.writes]
-            else:
-                touched["compute"] += [(r, False, order) for r in order.reads] + [
-                    (w, True, order) for w in order.writes
-                ]
-        return found
-
-
-def _overlap(a: Range, b: Range) -> bool:
-    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+        """Everything that could go wrong on a device that runs its queues at any speed."""
+        return [*self.misuses, *races(self.orders), *wrong_slots(self.orders, self.slots)]
 
 
 def open_device(
