@@ -3,6 +3,11 @@
 import os
 from pathlib import Path
 
+from .errors import UserError
+
+ISAS = ("avx512-vnni", "avx-vnni", "avx2", "generic")
+"""Instruction sets that the CPU kernels know."""
+
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept: HEADRACE_CACHE_DIR, else `headrace` under the user's cache directory."""
@@ -15,4 +20,7 @@ def cache_dir() -> Path:
 
 def cpu_isa() -> str | None:
     """HEADRACE_ISA: CPU kernels for this instruction set instead of the detected one."""
-    return os.environ.get("HEADRACE_ISA") or None
+    isa = os.environ.get("HEADRACE_ISA") or None
+    if isa is not None and isa not in ISAS:
+        raise UserError(f"HEADRACE_ISA={isa}: choose one of {', '.join(ISAS)}, or leave it out")
+    return isa

@@ -111,6 +111,29 @@ def test_reader_that_leaves_is_no_error(tiny: Path) -> None:
         assert p.wait() in (0, 141)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_like_dev_null(tiny: Path, closed: str) -> None:
+    command = f"{sys.executable} -m headrace run -m {tiny} -p a -n 2 {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", ["run -p a -n 2 -q -m", "inspect", "plan -m"])
+def test_a_full_disk_is_told_in_one_line(tiny: Path, command: str) -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "headrace", *command.split(), str(tiny)]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2 and "cannot write the output" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_instruction_set_is_refused(tiny: Path) -> None:
+    done = headrace("run", "-m", tiny, "-p", "a", env=os.environ | {"HEADRACE_ISA": "avx3"})
+    assert done.returncode == 2 and "HEADRACE_ISA=avx3" in done.stderr and "Traceback" not in done.stderr
+
+
 # synth and inspect
 
 

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 a bug (with its traceback), 2 bad input, 130 Ctrl-C, 141 
 """
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -89,6 +90,9 @@ def dispatch(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status; only bugs leave as exceptions."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started the process
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         status = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -99,6 +103,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it somewhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"headrace: error: cannot write {error.filename or 'the output'}: {error.strerror}", file=sys.stderr)
+        drop_stdout()
+        return 2
+
+
+def drop_stdout() -> None:
+    """Python flushes stdout once more at exit; gives it somewhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
