@@ -34,6 +34,25 @@ class Batch:
         return len(self.state_slots)
 
 
+def layout(n_tokens: int, n_seq: int, n_block: int, n_out: int) -> tuple[dict[str, int], int]:
+    """Where each field of a batch starts in the packed int32 row, and the row's length; fields start on a 256-byte
+    border."""
+    sizes = {
+        "token_ids": n_tokens, "positions": n_tokens, "kv_slots": n_tokens, "seq_start": n_seq + 1,
+        "state_slots": n_seq, "out_rows": n_out, "block_table": n_seq * n_block,
+    }  # fmt: skip
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += -(-size // 64) * 64
+    return offsets, end
+
+
+def state_bytes(n_tokens: int, n_seq: int, n_block: int, n_out: int, n_batches: int) -> int:
+    """Device bytes that a StateBuffer of these sizes takes: a row per batch of a window, and one for the selected."""
+    return 4 * layout(n_tokens, n_seq, n_block, n_out)[1] * (n_batches + (n_batches > 1))
+
+
 class StateBuffer:
     """Device memory for any Batch up to the stated sizes, and for all batches of a window.
 
@@ -46,14 +65,7 @@ class StateBuffer:
         self, device: Device, n_tokens: int, n_seq: int, n_block: int, n_out: int, page: int, n_batches: int
     ) -> None:  # fmt: skip
         self.device, self.n_block, self.page = device, n_block, page
-        sizes = {
-            "token_ids": n_tokens, "positions": n_tokens, "kv_slots": n_tokens, "seq_start": n_seq + 1,
-            "state_slots": n_seq, "out_rows": n_out, "block_table": n_seq * n_block,
-        }  # fmt: skip
-        self.offsets, end = {}, 0
-        for name, size in sizes.items():
-            self.offsets[name] = end
-            end += -(-size // 64) * 64  # each field starts on a 256-byte border
+        self.offsets, end = layout(n_tokens, n_seq, n_block, n_out)
         self.host = np.zeros((n_batches, end), np.int32)
         self.staged = device.alloc((n_batches, end), "i32")
         self.buffer = device.alloc((end,), "i32") if n_batches > 1 else self.staged.reshape(end)

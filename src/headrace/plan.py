@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .backends.base import DeviceInfo
+from .batch import state_bytes
 from .config import Config
 from .errors import UserError
 from .gguf import TensorInfo
@@ -113,10 +114,14 @@ def make_plan(
     streams = any(p.feed == "stream" for p in placements.values())
     order = config.schedule if config.schedule != "auto" else "layer" if streams else "ubatch"
     n_window = n_ubatch if order == "ubatch" else max(n_ubatch, min(n_ctx, 32768) // n_ubatch * n_ubatch)
-    state_bytes = 4 * spec.n_embd * (n_window + (n_ubatch if n_window > n_ubatch else 0)) + 4 * n_out * spec.n_vocab
+    sizes["state_bytes"] = (
+        4 * spec.n_embd * (n_window + (n_ubatch if n_window > n_ubatch else 0))
+        + 4 * n_out * spec.n_vocab
+        + state_bytes(n_ubatch, config.n_seq_max, -(-n_ctx // PAGE), n_ubatch, n_window // n_ubatch)
+    )
     plan = Plan(
         device=device, placements=placements, n_ctx=n_ctx, n_ubatch=n_ubatch, n_window=n_window, n_out=n_out,
-        n_seq_max=config.n_seq_max, schedule=order, n_slots=n_slots, slot_bytes=slot_bytes, state_bytes=state_bytes,
+        n_seq_max=config.n_seq_max, schedule=order, n_slots=n_slots, slot_bytes=slot_bytes,
         reasons=tuple(reasons), **sizes,
     )  # fmt: skip
     if on_host and plan.device_bytes > device.free_bytes:
