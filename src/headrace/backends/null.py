@@ -28,8 +28,11 @@ WRITTEN = {
     "sigmoid_mul": (0,), "rope": (0,), "kv_store": (0,), "attention": (0,), "route": (0,), "expert_glu": (0,),
     "expert_down": (0,), "combine": (0,), "conv1d": (0, 3), "delta_net": (0, 8), "gather_rows": (0,),
 }  # fmt: skip
-"""Which arguments of an op are written; all others, and those that an op updates, are read."""
-UPDATED = {"add", "add_bias", "sigmoid_mul", "rope", "combine", "conv1d", "delta_net"}
+"""Which arguments of an op are written; all others are read."""
+UPDATED = {
+    "add": (0,), "add_bias": (0,), "sigmoid_mul": (0,), "rope": (0,), "combine": (0,), "conv1d": (3,), "delta_net": (8,)
+}  # fmt: skip
+"""Which of the written are read too."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,11 @@ class NullOps:
             raise AttributeError(name)
 
         def op(*args: Any, **options: Any) -> None:
-            updated = name in UPDATED or options.get("add")
+            updated = (0,) if options.get("add") else UPDATED.get(name, ())
             reads, writes = [], [s for i in WRITTEN[name] for s in _spans(args[i])]
             weights = []
             for i, arg in enumerate((*args, *options.values())):
-                if updated or i not in WRITTEN[name]:
+                if i in updated or i not in WRITTEN[name]:
                     reads += _spans(arg)
                 if isinstance(arg, NullWeight):
                     weights.append((arg.info.name, arg.data.span))
