@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from headrace.backends.null import NullDevice, open_device
+from headrace.gguf import TensorInfo
+from headrace.quants import TYPES
 
 
 @pytest.fixture
@@ -84,6 +86,48 @@ def test_replay_repeats_the_orders(device: NullDevice) -> None:
     with device.record("key"):
         device.ops.add(x, x)
     assert device.replay("key") and [o.name for o in device.orders] == ["add", "add"]
+
+
+def f32_weight(name: str, n: int) -> TensorInfo:
+    return TensorInfo(name, TYPES["F32"], (n,), 0, 0, 4 * n)
+
+
+def test_a_slot_must_hold_the_tensor_that_is_read(device: NullDevice) -> None:
+    slot, x, a, b = device.alloc((400,), "u8"), device.alloc((2, 100), "f32"), HOST[:400], HOST[400:800]
+    weights = [device.view(f32_weight(name, 100), slot) for name in "ab"]
+    for weight, raw in zip(weights, (a, b)):
+        device.gather_view(weight.info, slot, raw)
+    device.ops.add_bias(x, weights[0])
+    assert device.hazards() == ["add_bias #0 reads a from buffer 1, where nothing was copied"]
+    device.compute.copy(slot, a)
+    device.ops.add_bias(x, weights[0])
+    assert len(device.hazards()) == 1
+    device.ops.add_bias(x, bias=weights[1])
+    assert device.hazards()[1:] == ["add_bias #3 reads b from buffer 1, where a lies"]
+
+
+def test_temporaries_are_written_first_and_end_with_their_step(device: NullDevice) -> None:
+    arena, x = device.arena(10000), device.alloc((3, 8), "f32")
+    t = arena.take((3, 16), "f32")
+    device.ops.glu(t[:, :8], x, x, "silu")
+    device.ops.add(x, t[:, :8])
+    assert device.hazards() == []
+    device.ops.add(x, t[:, 8:])
+    assert len(device.hazards()) == 1 and "was not written" in device.hazards()[0]
+    arena.reset()
+    assert arena.take((3, 16), "f32").span[1:] == t.span[1:]
+    device.ops.add(x, t[:, :8])
+    assert len(device.hazards()) == 2 and "after it was freed" in device.hazards()[1]
+    device.close()
+    device.ops.add(x, x)
+    assert "after it was freed" in device.hazards()[2]
+
+
+def test_seconds_come_from_shapes(device: NullDevice) -> None:
+    x, out = device.alloc((5, 20), "f32"), device.alloc((5, 30), "f32")
+    weight = device.load(TensorInfo("w", TYPES["F32"], (30, 20), 0, 0, 2400), HOST)
+    device.ops.linear(out, x, weight)
+    assert device.busy_s("compute") == pytest.approx(2 * 5 * 20 * 30 / 1e9)
 
 
 def test_memory_is_finite() -> None:

@@ -1,5 +1,6 @@
 """What can go wrong between two queues, read off the list of their orders. Pure: used by the null device."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -27,18 +28,19 @@ class Order:
 
 def races(orders: list[Order]) -> Iterator[str]:
     """Orders of different queues that touch the same bytes, one writing, with nothing to order them."""
-    touched: dict[str, list[tuple[Range, bool, Order]]] = {"compute": [], "copy": []}
+    touched: defaultdict[tuple[str, int], list[tuple[Range, bool, Order]]] = defaultdict(list)
     for order in orders:
         other = "copy" if order.queue == "compute" else "compute"
-        uses = [(r, False, order) for r in order.reads] + [(w, True, order) for w in order.writes]
-        for mine, is_write, _ in uses:
-            for theirs, wrote, before in touched[other]:
+        uses = [(r, False) for r in order.reads] + [(w, True) for w in order.writes]
+        for mine, is_write in uses:
+            for theirs, wrote, before in touched[other, mine[0]]:
                 if (is_write or wrote) and overlap(mine, theirs) and before.at >= order.clock.get(other, 0):
                     verb = "writes" if is_write else "reads"
                     where = f"buffer {mine[0]} [{mine[1]}:{mine[2]}]"
                     beside = f"{other} {before.name} #{before.at}"
                     yield f"{order.queue} {order.name} #{order.at} {verb} {where} beside {beside}"
-        touched[order.queue] += uses
+        for mine, is_write in uses:
+            touched[order.queue, mine[0]].append((mine, is_write, order))
 
 
 def wrong_slots(orders: list[Order], slots: Collection[int]) -> Iterator[str]:
