@@ -13,12 +13,12 @@ from .experts import _gelu, _silu
 
 @triton.jit
 def _dot_rows(base, rows, row_bytes, x, n_blocks, lut, act: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr,
-              BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+              BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """float32 [ROWS]: rows of a quantised matrix times one token's x."""
     k = tl.arange(0, BLOCK)
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
     p = base + rows.to(tl.int64) * row_bytes
-    for b in range(n_blocks):
+    for b in tl.range(0, n_blocks, loop_unroll_factor=UNROLL):  # several blocks' loads in flight
         w = DECODE(p + b * BLOCK_BYTES, lut).to(act).to(tl.float32)
         acc += w * tl.load(x + b * BLOCK + k).to(tl.float32)[None, :]
     return tl.sum(acc, 1)
@@ -28,14 +28,14 @@ def _dot_rows(base, rows, row_bytes, x, n_blocks, lut, act: tl.constexpr, DECODE
 def matvec_kernel(
     x, w, lut, bias, out, n_out, n_blocks, row_bytes, x_stride, out_stride,
     ADD: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out [T, n_out] (+)= w x. Grid: (n_out / ROWS, T)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1).to(tl.int64)
     inside = rows < n_out
     y = _dot_rows(w, tl.minimum(rows, n_out - 1), row_bytes, x + token * x_stride, n_blocks, lut, ACT, DECODE, BLOCK,
-                  BLOCK_BYTES, ROWS)  # fmt: skip
+                  BLOCK_BYTES, ROWS, UNROLL)  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + rows, mask=inside, other=0.0)
     op = out + token * out_stride + rows
@@ -48,7 +48,7 @@ def matvec_kernel(
 def expert_glu_vec_kernel(
     x, gate, up, lut, gate_bias, up_bias, out, ids, n_ff, n_blocks, row_bytes, expert_bytes, x_stride,
     TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out [entry, n_ff] = act(gate x) * up x. Grid: (n_ff / ROWS, entries)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -57,8 +57,8 @@ def expert_glu_vec_kernel(
     safe = tl.minimum(rows, n_ff - 1)
     xp = x + (entry // TOP_K).to(tl.int64) * x_stride
     at = e * expert_bytes
-    g = _dot_rows(gate + at, safe, row_bytes, xp, n_blocks, lut, ACT, DECODE, BLOCK, BLOCK_BYTES, ROWS)
-    u = _dot_rows(up + at, safe, row_bytes, xp, n_blocks, lut, ACT, DECODE, BLOCK, BLOCK_BYTES, ROWS)
+    g = _dot_rows(gate + at, safe, row_bytes, xp, n_blocks, lut, ACT, DECODE, BLOCK, BLOCK_BYTES, ROWS, UNROLL)
+    u = _dot_rows(up + at, safe, row_bytes, xp, n_blocks, lut, ACT, DECODE, BLOCK, BLOCK_BYTES, ROWS, UNROLL)
     if HAS_BIAS:
         g += tl.load(gate_bias + e * n_ff + safe)
         u += tl.load(up_bias + e * n_ff + safe)
@@ -70,7 +70,7 @@ def expert_glu_vec_kernel(
 def expert_down_vec_kernel(
     h, down, lut, bias, out, ids, n_out, n_blocks, row_bytes, expert_bytes, h_stride,
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """out [entry, n_out] = down h[entry]. Grid: (n_out / ROWS, entries)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -78,7 +78,7 @@ def expert_down_vec_kernel(
     e = tl.load(ids + entry).to(tl.int64)
     safe = tl.minimum(rows, n_out - 1)
     y = _dot_rows(down + e * expert_bytes, safe, row_bytes, h + entry.to(tl.int64) * h_stride, n_blocks, lut, ACT,
-                  DECODE, BLOCK, BLOCK_BYTES, ROWS)  # fmt: skip
+                  DECODE, BLOCK, BLOCK_BYTES, ROWS, UNROLL)  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + e * n_out + safe)
     tl.store(out + entry.to(tl.int64) * n_out + rows, y.to(out.dtype.element_ty), mask=rows < n_out)
