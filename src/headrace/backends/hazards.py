@@ -52,8 +52,10 @@ def wrong_slots(orders: list[Order], slots: Collection[int]) -> Iterator[str]:
             if buffer in slots and (copy is None or copy.writes[0][2] < stop or copy.source not in ("", name)):
                 lies = f"{copy.source or 'something shorter'} lies" if copy else "nothing was copied"
                 yield f"{order.name} #{order.at} reads {name} from buffer {buffer}, where {lies}"
-        if order.name == "copy" and order.writes[0][0] in slots:
-            held[order.writes[0][0]] = order
+        for buffer, _, _ in order.writes:
+            held.pop(buffer, None)
+            if order.name == "copy" and buffer in slots:
+                held[buffer] = order
 
 
 def covered(ranges: list[tuple[int, int]], first: int) -> int:

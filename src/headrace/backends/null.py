@@ -82,10 +82,11 @@ def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class NullWeight:
-    """A weight's bytes on the device."""
+    """A weight's bytes on the device; with `gathered`, ops bring the experts that they need there themselves."""
 
     info: TensorInfo
     data: NullTensor
+    gathered: bool = False
 
 
 @dataclass
@@ -153,14 +154,16 @@ class NullOps:
         def op(*args: Any, **options: Any) -> None:
             updated = (0,) if options.get("add") else UPDATED.get(name, ())
             reads, writes = [], [s for i in WRITTEN[name] for s in _spans(args[i])]
-            weights = []
+            weights, seconds = [], _flops(name, args) / self.device.info.flops
             for i, arg in enumerate((*args, *options.values())):
-                if i in updated or i not in WRITTEN[name]:
+                if isinstance(arg, NullWeight) and arg.gathered:
+                    writes.append(arg.data.span)
+                    n_bytes = args[2].ids.shape[0] * args[2].ids.shape[1] * arg.info.n_bytes // arg.info.shape[0]
+                    seconds += n_bytes / self.device.info.link_gbps / 1e9
+                elif i in updated or i not in WRITTEN[name]:
                     reads += _spans(arg)
-                if isinstance(arg, NullWeight):
-                    weights.append((arg.info.name, arg.data.span))
+                    weights += [(arg.info.name, arg.data.span)] if isinstance(arg, NullWeight) else []
             self.device.check_memory(name, reads, writes)
-            seconds = _flops(name, args) / self.device.info.flops
             self.device.compute.give(name, tuple(reads), tuple(writes), seconds, tuple(weights))
 
         return op
@@ -225,12 +228,14 @@ class NullArena:
 
 
 class NullDevice:
-    """link_gbps and flops set the virtual clock; `memory_bytes` is what `alloc` may hand out."""
+    """link_gbps and flops set the virtual clock; `memory_bytes` is what `alloc` may hand out; with `gathers`, decode
+    fetches routed experts from host memory."""
 
     act_dtype = "bf16"
     memory_gbps = 1000.0
 
-    def __init__(self, link_gbps: float, flops: float, memory_bytes: int) -> None:
+    def __init__(self, link_gbps: float, flops: float, memory_bytes: int, gathers: bool = False) -> None:
+        self.gathers = gathers
         self.info = DeviceInfo("null", "gpu", memory_bytes, memory_bytes, link_gbps, flops, copies_async=True)
         self.orders: list[Order] = []
         self.compute, self.copy = NullQueue(self, "compute"), NullQueue(self, "copy")
@@ -266,9 +271,10 @@ class NullDevice:
         self.slots.add(slot.buffer)
         return NullWeight(info, slot[: info.n_bytes])
 
-    def gather_view(self, info: TensorInfo, slot: NullTensor, raw: NDArray[np.uint8]) -> None:
-        """Cannot gather; remembers where the tensor lies in host memory."""
+    def gather_view(self, info: TensorInfo, slot: NullTensor, raw: NDArray[np.uint8]) -> NullWeight | None:
+        """Remembers, too, where the tensor lies in host memory."""
         self.host_tensors[_address(raw)] = info.name
+        return NullWeight(info, slot[: info.n_bytes], gathered=True) if self.gathers else None
 
     def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
 
@@ -326,6 +332,6 @@ class NullDevice:
 
 
 def open_device(
-    link_gbps: float = 25.0, flops: float = 1e14, memory_bytes: int = 1 << 40, **_: Any
+    link_gbps: float = 25.0, flops: float = 1e14, memory_bytes: int = 1 << 40, gathers: bool = False, **_: Any
 ) -> NullDevice:  # fmt: skip
-    return NullDevice(link_gbps, flops, memory_bytes)
+    return NullDevice(link_gbps, flops, memory_bytes, gathers)
