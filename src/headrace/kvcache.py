@@ -42,7 +42,8 @@ class KVCache:
         self.free_pages = list(range(self.n_block * n_seq_max - 1, -1, -1))
         self.n_users = [0] * len(self.free_pages)
         n_rows, n_slot = PAGE * len(self.free_pages), n_seq_max * (1 + N_SNAPSHOT * spec.is_recurrent)
-        self.free_slots = list(range(n_slot - 1, -1, -1))
+        self.free_slots = list(range(n_seq_max - 1, -1, -1))
+        self.free_snapshots = list(range(n_slot - 1, n_seq_max - 1, -1))
         self.layers: dict[int, KVLayer | RecurrentLayer] = {}
         for i, (a, d) in enumerate(zip(spec.attention, spec.delta_net)):
             if a:
@@ -105,7 +106,7 @@ class KVCache:
             if n_tokens:
                 self._restore(seq, n_tokens)
         for n in [n for n in seq.snapshots if n > n_tokens]:
-            self.free_slots.append(seq.snapshots.pop(n))
+            self.free_snapshots.append(seq.snapshots.pop(n))
         del seq.tokens[n_tokens:]
         n_keep = -(-n_tokens // PAGE)
         for page in seq.pages[n_keep:]:
@@ -122,12 +123,12 @@ class KVCache:
         if not self.spec.is_recurrent or not seq.n_past or seq.n_past in seq.snapshots:
             return
         if len(seq.snapshots) == N_SNAPSHOT:
-            self.free_slots.append(seq.snapshots.pop(min(seq.snapshots)))
-        row = self.free_slots.pop()
+            self.free_snapshots.append(seq.snapshots.pop(min(seq.snapshots)))
+        row = self.free_snapshots.pop()
         try:
             self._copy_state(row, seq.state_slot)
         except BaseException:
-            self.free_slots.append(row)
+            self.free_snapshots.append(row)
             raise
         seq.snapshots[seq.n_past] = row
 

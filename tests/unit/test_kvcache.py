@@ -1,7 +1,12 @@
 """Pages and recurrent states of sequences: sharing, trimming, snapshots, seen in what the caches hold."""
 
+from collections import Counter
+from contextlib import suppress
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.backends import open_device
 from headrace.errors import UserError
@@ -10,6 +15,8 @@ from headrace.spec import AttentionSpec, DeltaNetSpec, FfnSpec, ModelSpec, RopeS
 
 ATTENTION = AttentionSpec(2, 1, 4, RopeSpec(4), 0.5, 1e-6)
 DELTA_NET = DeltaNetSpec(1, 2, 4, 4, 4, 1e-6)
+MOVES = ["new", "write", "write", "write", "trim", "fork", "snapshot", "interrupt", "release"]
+MOVE = st.tuples(st.sampled_from(MOVES), st.integers(0, 99), st.integers(1, 150))
 
 
 def cache(recurrent: bool = False, n_ctx: int = 4 * PAGE, n_seq_max: int = 2) -> KVCache:
@@ -77,7 +84,7 @@ def test_trimming_into_a_shared_page_copies_it() -> None:
 
 def test_everything_comes_back() -> None:
     c = cache(recurrent=True)
-    n_pages, n_slots = len(c.free_pages), len(c.free_slots)
+    n_free = len(c.free_pages), len(c.free_slots), len(c.free_snapshots)
     for _ in range(20):
         a = c.sequence()
         write(c, a, [1] * 70)
@@ -87,7 +94,7 @@ def test_everything_comes_back() -> None:
         c.snapshot(b)
         c.release(a)
         c.release(b)
-    assert (len(c.free_pages), len(c.free_slots)) == (n_pages, n_slots)
+    assert (len(c.free_pages), len(c.free_slots), len(c.free_snapshots)) == n_free
 
 
 def test_a_recurrent_sequence_falls_back_to_a_snapshot() -> None:
@@ -118,7 +125,7 @@ def test_a_copy_of_states_that_is_interrupted_loses_no_row_and_leaves_no_half_st
 ) -> None:
     c = cache(recurrent=True)
     a = c.sequence()
-    n_slots = len(c.free_slots)
+    n_rows = len(c.free_snapshots)
     write(c, a, [1] * 10)
     c.snapshot(a)
     write(c, a, [2] * 10)
@@ -130,10 +137,10 @@ def test_a_copy_of_states_that_is_interrupted_loses_no_row_and_leaves_no_half_st
         patch.setattr(c, "_copy_state", interrupted)
         with pytest.raises(KeyboardInterrupt):
             c.snapshot(a)
-        assert list(a.snapshots) == [10] and len(c.free_slots) == n_slots - 1
+        assert list(a.snapshots) == [10] and len(c.free_snapshots) == n_rows - 1
         with pytest.raises(KeyboardInterrupt):
             c.trim(a, 15)
-        assert a.n_past == 0 and len(c.free_slots) == n_slots
+        assert a.n_past == 0 and len(c.free_snapshots) == n_rows
     write(c, a, [3] * 10)
     c.snapshot(a)
     write(c, a, [4] * 10)
@@ -141,10 +148,55 @@ def test_a_copy_of_states_that_is_interrupted_loses_no_row_and_leaves_no_half_st
 
 
 def test_full_context_and_too_many_sequences_are_told() -> None:
-    c = cache(n_ctx=100, n_seq_max=1)
-    a = c.sequence()
-    write(c, a, [1] * 100)
-    with pytest.raises(UserError, match="context of 100"):
-        c.reserve(a, 1)
-    with pytest.raises(UserError, match="-np"):
-        c.sequence()
+    for recurrent in (False, True):
+        c = cache(recurrent, n_ctx=100, n_seq_max=1)
+        a = c.sequence()
+        write(c, a, [1] * 100)
+        with pytest.raises(UserError, match="context of 100"):
+            c.reserve(a, 1)
+        with pytest.raises(UserError, match="-np"):
+            c.sequence()
+
+
+@settings(deadline=None, max_examples=80)
+@given(recurrent=st.booleans(), moves=st.lists(MOVE, min_size=30, max_size=60))
+def test_any_moves_leave_every_text_whole(recurrent: bool, moves: list[tuple[str, int, int]]) -> None:
+    """Against plain lists: what each sequence reads back, its recurrent state, and who owns every page and row."""
+    c = cache(recurrent, n_seq_max=4)
+    texts: list[tuple[Sequence, list[int]]] = []
+    for i, (move, which, n) in enumerate(moves):
+        if move == "new" or not texts:
+            with suppress(UserError):
+                texts.append((c.sequence(), []))
+            continue
+        seq, text = texts[which % len(texts)]
+        if move == "write":
+            with suppress(UserError):
+                write(c, seq, [1000 * i + j for j in range(n)])
+                text += seq.tokens[len(text) :]
+        elif move == "trim":
+            n = c.trim(seq, n % (len(text) + 1))
+            del text[n:]
+        elif move == "fork":
+            with suppress(UserError):
+                texts.append((c.fork(seq), list(text)))
+        elif move == "snapshot":
+            c.snapshot(seq)
+        elif move == "interrupt":  # half a ubatch was done
+            if recurrent and text:
+                c.layers[1].s[seq.state_slot] = -1
+            c.rewind(seq)
+            del text[seq.n_past :]
+        else:
+            c.release(seq)
+            texts.pop(which % len(texts))
+        for s, expected in texts:
+            assert s.tokens == expected and read(c, s) == expected
+            if recurrent and expected:
+                assert (c.layers[1].s[s.state_slot] == expected[-1]).all()
+        users = Counter(page for s, _ in texts for page in s.pages)
+        assert [users[page] for page in range(len(c.n_users))] == c.n_users
+        assert sorted(c.free_pages) == [page for page in range(len(c.n_users)) if not users[page]]
+        assert sorted(c.free_slots + [s.state_slot for s, _ in texts]) == [0, 1, 2, 3]
+        rows = c.free_snapshots + [row for s, _ in texts for row in s.snapshots.values()]
+        assert sorted(rows) == list(range(4, 4 + 4 * N_SNAPSHOT * recurrent))
