@@ -133,9 +133,10 @@ class Runner:
                     case Release(step):
                         self.stream.release(self.program.steps[step])
                     case Compute(first, stop, u):
-                        self.state.select(u)
                         offset = int(ends[u]) - batches[u].n_tokens
-                        logits += self._compute(first, stop, batches[u], offset, phase)
+                        with self.stream.trace.compute(self.program.steps[first:stop], u, batches[u].n_tokens, phase):
+                            self.state.select(u)
+                            logits += self._compute(first, stop, batches[u], offset, phase)
                         if progress:
                             n_done += batches[u].n_tokens * (stop - first)
                             progress(n_done // len(self.program.steps))

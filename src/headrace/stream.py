@@ -15,6 +15,7 @@ from .backends.base import Device, Event, Tensor, Weight
 from .errors import UserError
 from .gguf import TensorInfo
 from .program import ExpertWeights, Program, Step
+from .trace import Trace
 
 
 class Slot:
@@ -38,7 +39,7 @@ class ExpertStream:
         resident: Mapping[str, Weight], host: Callable[[TensorInfo], NDArray[np.uint8]],
     ) -> None:  # fmt: skip
         self.device, self.host, self.streamed = device, host, streamed
-        self.uploaded_bytes = 0
+        self.uploaded_bytes, self.trace = 0, Trace()
         self.slots = self._allocate(program, n_slots, slot_bytes) if streamed else []
         names = [name for name in program.expert_tensors if name in streamed]
         self.slot_of = {name: self.slots[i % len(self.slots)] for i, name in enumerate(names)}
@@ -57,7 +58,8 @@ class ExpertStream:
     def upload(self, name: str) -> None:
         slot, info, copy = self.slot_of[name], self.streamed[name], self.device.copy
         copy.wait(slot.free)
-        copy.copy(slot.buffer[: info.n_bytes], self.host(info))
+        with self.trace.copy(info):
+            copy.copy(slot.buffer[: info.n_bytes], self.host(info))
         copy.record(slot.ready)
         self.uploaded_bytes += info.n_bytes
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"quants"},
     {"gguf", "spec", "hostmem"},
     {"backends.base"},
-    {"batch", "program", "sampling", "tokenizer", "pretokenizers", "chat", "kvcache"},
+    {"batch", "program", "sampling", "tokenizer", "pretokenizers", "chat", "kvcache", "trace"},
     {"blocks", "schedule", "plan", "stream"},
     {"models", "backends"},
     {"runner"},

@@ -7,6 +7,7 @@ Letters in shapes: T tokens of the ubatch, D n_embd, H heads, G kv heads, C head
 R experts used per token, F expert width, V vocabulary, S sequences, M output rows.
 """
 
+import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -43,6 +44,16 @@ class Weight(Protocol):
 
 class Event(Protocol):
     """A marker in a Queue."""
+
+
+@dataclass
+class HostEvent:
+    """The Event of a queue whose work is done when the call returns: the host's clock tells its time."""
+
+    time_s: float = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.time_s = time.perf_counter()
 
 
 class Queue(Protocol):
@@ -223,6 +234,12 @@ class Device(Protocol):
 
     def arena(self, n_bytes: int) -> Arena: ...
     def event(self) -> Event: ...
+
+    def timer(self) -> Event:
+        """An Event that also knows when its queue came to it."""
+
+    def between_s(self, start: Event, stop: Event) -> float:
+        """Seconds between two recorded timers, of either queue; waits until the device has come to both."""
 
     def load(self, info: "TensorInfo", raw: NDArray[np.uint8], layout: str = "in_place") -> Weight:
         """A resident weight from its GGUF bytes. Layout "in_place" may keep `raw` itself where the device reads host

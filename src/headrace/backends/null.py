@@ -264,6 +264,11 @@ class NullDevice:
     def event(self) -> NullEvent:
         return NullEvent()
 
+    timer = event
+
+    def between_s(self, start: NullEvent, stop: NullEvent) -> float:
+        return stop.time_s - start.time_s
+
     def load(self, info: TensorInfo, raw: NDArray[np.uint8], layout: str = "in_place") -> NullWeight:
         return NullWeight(info, self.alloc((info.n_bytes,), "u8"))
 

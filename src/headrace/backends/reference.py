@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..gguf import TensorInfo
 from ..quants import dequantize
 from ..spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
-from .base import DeviceInfo, KVLayer, RecurrentLayer, Routing, StepState
+from .base import DeviceInfo, HostEvent, KVLayer, RecurrentLayer, Routing, StepState
 
 Array = NDArray[Any]
 DTYPES = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "u8": np.uint8}
@@ -217,7 +217,9 @@ class ReferenceQueue:
     def copy(self, dst: Array, src: Array) -> None:
         dst[...] = src
 
-    def record(self, event: Any) -> None: ...
+    def record(self, event: HostEvent) -> None:
+        event.record()
+
     def wait(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
 
@@ -236,8 +238,13 @@ class ReferenceDevice:
     def arena(self, n_bytes: int) -> ReferenceArena:
         return ReferenceArena(n_bytes)
 
-    def event(self) -> object:
-        return object()
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    timer = event
+
+    def between_s(self, start: HostEvent, stop: HostEvent) -> float:
+        return stop.time_s - start.time_s
 
     def load(self, info: TensorInfo, raw: Array, layout: str = "in_place") -> DecodedWeight:
         return DecodedWeight(info, dequantize(raw, info.type, info.shape))

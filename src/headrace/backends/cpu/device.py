@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...gguf import TensorInfo
 from ...hostmem import MappedRange, available_bytes
-from ..base import DeviceInfo
+from ..base import DeviceInfo, HostEvent
 from . import cache, machine
 from .ops import CpuOps
 from .team import Program, Team
@@ -66,8 +66,10 @@ class CpuQueue:
         else:
             dst.reshape(-1).view(np.uint8)[: src.nbytes] = src.reshape(-1).view(np.uint8)
 
-    def record(self, event: Any) -> None: ...
-    def wait(self, event: Any) -> None: ...
+    def record(self, event: HostEvent) -> None:
+        event.record()
+
+    def wait(self, event: HostEvent) -> None: ...
 
     def synchronize(self) -> None:
         self.team.finish()
@@ -95,8 +97,13 @@ class CpuDevice:
     def arena(self, n_bytes: int) -> CpuArena:
         return CpuArena(n_bytes)
 
-    def event(self) -> object:
-        return object()
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+    timer = event
+
+    def between_s(self, start: HostEvent, stop: HostEvent) -> float:
+        return stop.time_s - start.time_s
 
     def load(self, info: TensorInfo, raw: NDArray[np.uint8], layout: str = "in_place") -> CpuWeight:
         return load_weight(self.team, info, raw, layout)

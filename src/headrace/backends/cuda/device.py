@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ...errors import UserError
 from ...gguf import TensorInfo
 from ...hostmem import MappedRange
-from ..base import DeviceInfo
+from ..base import DeviceInfo, HostEvent
 from .decode_ops import DecodeOps
 from .hostcopy import HostCopier
 from .ops import CudaOps
@@ -151,6 +151,16 @@ class CudaDevice:
 
     def event(self) -> Any:
         return torch.cuda.Event() if self.compute.stream else None
+
+    def timer(self) -> Any:
+        return torch.cuda.Event(enable_timing=True) if self.compute.stream else HostEvent()
+
+    def between_s(self, start: Any, stop: Any) -> float:
+        if not self.compute.stream:
+            return stop.time_s - start.time_s
+        start.synchronize()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
 
     def load(self, info: TensorInfo, raw: NDArray[np.uint8], layout: str = "in_place") -> CudaWeight:
         assert layout == "in_place", "a GPU reads GGUF's own layout"
