@@ -110,12 +110,12 @@ def specimens(capability: int) -> list[Specimen]:
             {"num_warps": 8},
         )
     )
-    bm, bn, warps, stages = tiles.attention
     for c in (64, 128, 256):
+        bm, bn, warps, stages = tiles.attention_wide if c > 128 else tiles.attention
         types = {
             "q": ACT,
-            "k_cache": "*fp16",
-            "v_cache": "*fp16",
+            "k_cache": f"tensordesc<fp16[{bn},{c}]>" if tiles.tma else "*fp16",
+            "v_cache": f"tensordesc<fp16[{bn},{c}]>" if tiles.tma else "*fp16",
             "out": ACT,
             "sinks": "*fp32",
             "positions": "*i32",
@@ -123,7 +123,7 @@ def specimens(capability: int) -> list[Specimen]:
             "block_table": "*i32",
             "scale": "fp32",
         }
-        constants = {"PAGE": 64, "WINDOW": 0, "HAS_SINKS": False, "C": c, "DIM": c, "BN": bn}
+        constants = {"TMA": tiles.tma, "PAGE": 64, "WINDOW": 0, "HAS_SINKS": False, "C": c, "DIM": c, "BN": bn}
         for height in (bm, 16):
             out.append(
                 Specimen(
@@ -254,7 +254,7 @@ def test_every_kernel_compiles_and_fits(capability: int) -> None:
         attrs = {
             (i,): [["tt.divisibility", 16]]
             for i, n in enumerate(names)
-            if n not in s.constants and signature[n] != "fp32" and not n.startswith("n_tokens")
+            if n not in s.constants and signature[n][0] in "*i" and not n.startswith("n_tokens")
         }
         source = ASTSource(fn=s.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
         built = compile(source, target=GPUTarget("cuda", capability, 32), options=s.options)

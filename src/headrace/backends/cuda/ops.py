@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
@@ -265,14 +266,18 @@ class CudaOps:
         n_seq, n_block = state.block_table.shape
         if not t:
             return
-        bm, bn, warps, stages = self.tiles.attention
-        bm = bm if t >= bm else 16
-        attention.attention_kernel[(triton.cdiv(t, bm) + n_seq, n_head)](
-            q, cache.k, cache.v, out, sinks.floats() if sinks else q, state.positions, state.seq_start,
+        c = max(16, triton.next_power_of_2(dim))
+        bm, bn, warps, stages = self.tiles.attention_wide if c > 128 else self.tiles.attention
+        bm, bn = bm if t >= bm else 16, min(bn, state.page)
+        k, v = (x.view(x.shape[0], -1) for x in (cache.k, cache.v))
+        if self.tiles.tma:
+            k, v = (TensorDescriptor.from_tensor(x, [bn, c]) for x in (k, v))
+        attention.attention_kernel[(n_head, triton.cdiv(t, bm) + n_seq)](
+            q, k, v, out, sinks.floats() if sinks else q, state.positions, state.seq_start,
             state.block_table, spec.scale, n_seq, n_block, n_head // spec.n_head_kv,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1), cache.k.stride(0),
-            PAGE=state.page, WINDOW=spec.window, HAS_SINKS=sinks is not None,
-            C=max(16, triton.next_power_of_2(dim)), DIM=dim, BM=bm, BN=bn, num_warps=warps, num_stages=stages,
+            TMA=self.tiles.tma, PAGE=state.page, WINDOW=spec.window, HAS_SINKS=sinks is not None,
+            C=c, DIM=dim, BM=bm, BN=bn, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
     # recurrent layers

@@ -17,6 +17,10 @@ class Tiles:
     glu: tuple[Tile, ...]
     down: tuple[Tile, ...]
     attention: Tile
+    attention_wide: Tile
+    """For heads of more than 128 numbers."""
+    tma: bool
+    """Whether tensor descriptors load faster than addresses: they do where the hardware has them."""
 
     @staticmethod
     def of(capability: tuple[int, int]) -> "Tiles":
@@ -27,13 +31,18 @@ class Tiles:
                 gemm=((128, 128, 4, 3), (64, 128, 4, 4), (16, 64, 4, 4)),
                 glu=((128, 128, 8, 3), (64, 128, 4, 4), (32, 128, 4, 4), (16, 128, 4, 4)),
                 down=((128, 256, 8, 4), (64, 128, 4, 4), (32, 128, 4, 4), (16, 128, 4, 4)),
-                attention=(128, 64, 8, 2),
+                # 16384 tokens, TFLOP/s: wide 418 (bench/cuda_attention.py)
+                attention=(64, 64, 4, 3),
+                attention_wide=(64, 64, 4, 1),
+                tma=True,
             )
         return Tiles(
             gemm=((128, 128, 8, 3), (64, 128, 4, 3), (16, 64, 4, 3)),
             glu=((128, 64, 8, 3), (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3)),
             down=((128, 128, 8, 3), (64, 128, 4, 3), (32, 128, 4, 3), (16, 128, 4, 3)),
             attention=(64, 32, 4, 2),
+            attention_wide=(64, 32, 4, 2),
+            tma=capability[0] > 10,
         )
 
 
