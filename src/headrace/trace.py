@@ -87,6 +87,11 @@ def busy_s(spans: Sequence[Span], row: str) -> float:
     return sum(span.seconds for span in spans if span.row == row)
 
 
+def length_s(spans: Sequence[Span]) -> float:
+    """From the first start to the last stop."""
+    return max((s.stop_s for s in spans), default=0.0) - min((s.start_s for s in spans), default=0.0)
+
+
 def chrome_trace(groups: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
     """The JSON object format of Chrome's trace viewer: each group is a process with the threads "copy" and "compute";
     microseconds. https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""

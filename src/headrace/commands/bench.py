@@ -1,48 +1,39 @@
 """Measures how fast a model reads prompts (pp) and writes (tg), with llama-bench's flags and tables.
 
 A test runs -r times after a warm-up; the table shows the average and the standard deviation of tokens per second.
-Lists such as 512,2048 and ranges such as 128-2048*2 run every combination.
+Lists such as 512,2048 and ranges such as 128-2048*2 run every combination. Where experts come over a link it also
+shows the bytes that were moved, the link's GB/s, the speed in percent of what the link and the resident speed allow,
+and how much of the copies was hidden behind computation: from one more run, which is traced and does not count.
 
 examples:
   headrace bench -m model.gguf                           pp512 and tg128
   headrace bench -m model.gguf -p 512,2048 -n 0 -ub 512,2048
   headrace bench -m model.gguf -pg 1024,128 -d 0,8192 -r 3
+  headrace bench -m model.gguf -p 8192 -n 0 --trace trace.json     every copy and computation, for Perfetto
   headrace bench -m model.gguf -o jsonl >> results.jsonl
 """
 
 import argparse
 import itertools
+import math
 import shlex
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import UserError
-from .options import add_config, config_of, list_of, progress
+from .bench_rows import Sample, Test, link_row, machine, model_row, plan_row, test_row
+from .options import N_VALUES, add_config, add_trace, config_of, list_of, progress, trace_file
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..trace import Span, Trace
 
 HELP = "measure prompt and generation speed, with llama-bench's flags"
 FORMATS = ("md", "csv", "json", "jsonl", "sql")
-
-
-@dataclass(frozen=True)
-class Test:
-    """n_prompt tokens at once, then n_gen tokens one by one, behind n_depth tokens that are not timed."""
-
-    n_prompt: int
-    n_gen: int
-    n_depth: int = 0
-
-    @property
-    def name(self) -> str:
-        parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
-        return "+".join(parts) + (f" @ d{self.n_depth}" if self.n_depth else "")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", choices=FORMATS, default="md", help="format on stdout (default md)")
     add("--no-warmup", action="store_true", help="also time the first run")
     add("--progress", action="store_true", help="a line on stderr for every test, also when it is no terminal")
+    add_trace(parser)
     add_config(parser, lists=True)
 
 
@@ -78,21 +70,27 @@ def run(args: argparse.Namespace) -> None:
 
     if args.repetitions < 1:
         raise UserError(f"-r {args.repetitions}: at least 1")
-    tests = list(tests_of(args))
+    tests = list(itertools.islice(tests_of(args), N_VALUES + 1))
     if not tests:
         raise UserError("nothing to measure: -p, -n or -pg must ask for some tokens")
     grid = config_of(args)
-    n_ctx = max(t.n_depth + t.n_prompt + t.n_gen for t in tests)
+    if math.prod(map(len, grid.values())) * len(tests) > N_VALUES:
+        raise UserError(f"the lists combine to over {N_VALUES} tests: give fewer values")
+    n_ctx = max(t.n_depth + t.n_tokens for t in tests)
     configs = [{"n_ctx": n_ctx} | dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     for config in configs:
         Config.of(**config)  # a bad value is told before anything runs
     emit = printer(args.output, [name for name, values in grid.items() if len(values) > 1 or name in SHOWN])
     command, done = shlex.join(["headrace", "bench", *sys.argv[2:]]), False
-    for model in args.model or [None]:
-        for config in configs:
-            for row in measure(model, config, tests, args, command):
-                emit(row)
-                done = True
+    with trace_file(args.trace) as traces:
+        for model in args.model or [None]:
+            for config in configs:
+                for row, spans in measure(model, config, tests, args, command):
+                    emit(row)
+                    done = True
+                    if args.trace:
+                        varied = "".join(f", {k} {v}" for k, v in config.items() if len(grid.get(k, ())) > 1)
+                        traces[f"{len(traces) + 1}: {row['test']}{varied}"] = spans
     if done:
         emit(None)
 
@@ -114,145 +112,80 @@ def tests_of(args: argparse.Namespace) -> Iterator[Test]:
 
 def measure(
     model: Path | None, config: dict[str, Any], tests: list[Test], args: argparse.Namespace, command: str
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> "Iterator[tuple[dict[str, Any], list[Span]]]":  # fmt: skip
+    """A row of each test, and what a traced run of it did (nothing, if nothing is streamed and nobody asked)."""
     from .. import open as open_model
+    from ..trace import Trace
 
     with progress("loading") as show:
         engine = open_model(model, load_progress=show, **config)
     with engine:
-        about = {
-            **machine(),
-            "command": command,
-            **model_row(engine),
-            **asdict(Config.of(**config)),
-            **plan_row(engine),
-        }
+        wishes = asdict(Config.of(**config))
+        about = {**machine(), "command": command, **model_row(engine), **wishes, **plan_row(engine)}
         for i, test in enumerate(tests):
             if args.progress or sys.stderr.isatty():
                 print(f"headrace bench: {i + 1}/{len(tests)} {test.name}", file=sys.stderr)
             if not args.no_warmup:
-                once(engine, Test(min(test.n_prompt, engine.plan.n_ubatch), min(test.n_gen, 1), 0))
+                warm_up(engine, test)
             samples = [once(engine, test) for _ in range(args.repetitions)]
-            yield about | test_row(test, samples)
+            trace = Trace(engine.device)
+            if engine.plan.streamed or args.trace:
+                once(engine, test, trace)
+            spans = trace.spans()
+            uploads = [s for s in spans if s.about.get("phase") != "decode" or not engine.stream.gathers]
+            row = about | test_row(test, samples)
+            yield (
+                row | link_row(row["avg_ts"], test.n_tokens, samples[0].moved_bytes, uploads, peak_gbps(engine)),
+                spans,
+            )
 
 
-def once(engine: "Engine", test: Test) -> tuple[float, int]:
-    """(seconds, bytes uploaded) of one run; random tokens, as speed must not depend on what is said."""
+def warm_up(engine: "Engine", test: Test) -> None:
+    """Compiles and records all that the test will run: a GPU's second run of each shape is recorded as a graph."""
+    if engine.plan.device.kind == "gpu":
+        for _ in range(2):
+            once(engine, Test(test.n_prompt, min(test.n_gen, 2)))
+    else:
+        once(engine, Test(min(test.n_prompt, engine.plan.n_ubatch), min(test.n_gen, 1)))
+
+
+def once(engine: "Engine", test: Test, trace: "Trace | None" = None) -> Sample:
+    """One run; random tokens, as speed must not depend on what is said."""
     import numpy as np
 
+    from ..trace import Trace
+
     rng = np.random.default_rng(0)
-    ids = rng.integers(engine.spec.n_vocab, size=test.n_depth + test.n_prompt + test.n_gen).tolist()
+    ids = rng.integers(engine.spec.n_vocab, size=test.n_depth + test.n_tokens).tolist()
     engine.reset()
-    runner, seq = engine.runner, engine.sequence
+    runner, seq, stream, device = engine.runner, engine.sequence, engine.stream, engine.device
     if test.n_depth:
         runner.prefill(seq, ids[: test.n_depth])
-    moved_bytes, start_s = engine.stream.uploaded_bytes, time.perf_counter()
-    if test.n_prompt:
-        runner.prefill(seq, ids[test.n_depth : test.n_depth + test.n_prompt])
-    for token in ids[test.n_depth + test.n_prompt :]:
-        runner.decode([seq], [token])
-    return time.perf_counter() - start_s, engine.stream.uploaded_bytes - moved_bytes
-
-
-def test_row(test: Test, samples: list[tuple[float, int]]) -> dict[str, Any]:
-    """llama-bench's columns of one test, and what crossed the link."""
-    import statistics
-
-    seconds = [s for s, _ in samples]
-    speeds = [(test.n_prompt + test.n_gen) / s for s in seconds]
-    moved_bytes = statistics.mean(n for _, n in samples)
-    return {
-        "n_prompt": test.n_prompt, "n_gen": test.n_gen, "n_depth": test.n_depth, "test": test.name,
-        "test_time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "avg_ns": round(1e9 * statistics.mean(seconds)), "stddev_ns": round(1e9 * deviation(seconds)),
-        "avg_ts": statistics.mean(speeds), "stddev_ts": deviation(speeds),
-        "samples_ns": [round(1e9 * s) for s in seconds], "samples_ts": speeds,
-        "moved_bytes": round(moved_bytes), "link_gbps": moved_bytes / statistics.mean(seconds) / 1e9,
-    }  # fmt: skip
-
-
-def deviation(values: list[float]) -> float:
-    import statistics
-
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def model_row(engine: "Engine") -> dict[str, Any]:
-    from math import prod
-
-    infos = list(engine.file.tensors.values())
-    return {
-        "model_filename": str(engine.file.path), "model_type": model_type(engine),
-        "model_size": sum(t.n_bytes for t in infos), "model_n_params": sum(prod(t.shape) for t in infos),
-    }  # fmt: skip
-
-
-def model_type(engine: "Engine") -> str:
-    """Architecture and type mix, such as "qwen3moe Q4_K_M"."""
-    from ..synth.mixes import MIXES
-
-    number = engine.file.metadata.get("general.file_type")
-    mix = next((name for name, m in MIXES.items() if m.file_type == number), "")
-    return f"{engine.spec.architecture} {mix}".strip()
-
-
-def plan_row(engine: "Engine") -> dict[str, Any]:
-    """What was decided where the wish said auto."""
-    from collections import Counter
-
-    from ..backends import AUTO
-
-    plan, config = engine.plan, engine.config
-    layouts = Counter(p.layout for p in plan.placements.values())
-    return {
-        "backend": AUTO if config.backend == "auto" else config.backend, "device": plan.device.name,
-        "n_threads": config.n_threads or n_cores(),
-        "n_ctx": plan.n_ctx, "n_ubatch": plan.n_ubatch, "n_window": plan.n_window, "schedule": plan.schedule,
-        "repack": "on" if layouts["interleaved"] else "off", "device_bytes": plan.device_bytes,
-        "load_s": engine.stats.load_s,
-    }  # fmt: skip
-
-
-def machine() -> dict[str, Any]:
-    """This machine and this program: every result says where it comes from."""
-    import os
-    import platform
-
-    from .. import __version__
-
-    return {
-        "version": __version__, "build_commit": commit(), "cpu_info": cpu_name(), "n_cpu": os.cpu_count() or 0,
-        "os": platform.platform(), "python": platform.python_version(),
-    }  # fmt: skip
-
-
-def n_cores() -> int:
-    """The cores that this process may use."""
-    import os
-
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_name() -> str:
-    import platform
-
+    before_bytes, start, stop = stream.uploaded_bytes, device.timer(), device.timer()
+    stream.trace = trace or Trace()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.machine())
+        device.compute.record(start)
+        if test.n_prompt:
+            runner.prefill(seq, ids[test.n_depth : test.n_depth + test.n_prompt])
+        for token in ids[test.n_depth + test.n_prompt :]:
+            runner.decode([seq], [token])
+        device.compute.record(stop)
+    finally:
+        stream.trace = Trace()
+    gathered_bytes = test.n_gen * routed_bytes(engine) if stream.gathers else 0
+    return Sample(device.between_s(start, stop), stream.uploaded_bytes - before_bytes + gathered_bytes)
 
 
-def commit() -> str:
-    """The commit of a source checkout, with + behind it if files were changed; "" where there is none."""
-    import subprocess
+def peak_gbps(engine: "Engine") -> float:
+    """The link's own speed, where it was measured; 0 where not."""
+    return engine.plan.device.link_gbps
 
-    here = Path(__file__).parent
-    try:
-        out = subprocess.run(
-            ["git", "-C", here, "describe", "--always", "--dirty=+", "--exclude=*"],
-            capture_output=True, text=True, timeout=5, check=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return out.strip()
+
+def routed_bytes(engine: "Engine") -> int:
+    """Of the streamed experts, those that one token takes."""
+    return sum(
+        engine.program.spec.ffn[step.layer].n_expert_used * t.n_bytes // t.shape[0]
+        for step in engine.program.steps
+        for name, t in engine.stream.streamed.items()
+        if step.experts and name in step.experts.tensors
+    )

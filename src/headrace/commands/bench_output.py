@@ -31,8 +31,9 @@ def markdown(varied: Sequence[str]) -> Emit:
     ]
     link: list[tuple[str, int, Callable[[Row], str]]] = [
         ("moved", 10, lambda r: size_text(r["moved_bytes"])),
-        ("link GB/s", 9, lambda r: f"{r['link_gbps']:.1f}"),
-        ("% of bound", 10, lambda r: f"{r['bound_percent']:.0f}" if r.get("bound_percent") is not None else ""),
+        ("link GB/s", 9, lambda r: number(r["link_gbps"], 1)),
+        ("% of bound", 10, lambda r: number(r["bound_percent"])),
+        ("overlap %", 9, lambda r: number(r["overlap"], scale=100)),
     ]
     last: Row = {}
 
@@ -40,9 +41,11 @@ def markdown(varied: Sequence[str]) -> Emit:
         if row is None:
             print(f"\nheadrace {last['version']} {last['build_commit']}".rstrip())
             return
-        if not last:
-            if row["moved_bytes"]:
+        if not last or (row["streamed_bytes"] and columns[-1] is not link[-1]):
+            if row["streamed_bytes"]:
                 columns.extend(link)
+            if last:  # the table goes on with more columns
+                print()
             left = {"model", "backend"}
             print("| " + " | ".join(f"{c:<{w}}" if c in left else f"{c:>{w}}" for c, w, _ in columns) + " |")
             print("| " + " | ".join("-" * w if c in left else "-" * (w - 1) + ":" for c, w, _ in columns) + " |")
@@ -51,6 +54,10 @@ def markdown(varied: Sequence[str]) -> Emit:
         print("| " + " | ".join(cells) + " |", flush=True)
 
     return emit
+
+
+def number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
+    return "" if value is None else f"{scale * value:.{digits}f}"
 
 
 def column(name: str) -> Callable[[Row], str]:

@@ -6,15 +6,50 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from ..trace import Span
+
+N_VALUES = 10_000
+"""Most values of a list, and most settings of a bench: more is a slip of the keyboard."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--model", metavar="FILE", type=Path, help="GGUF file, any shard (without: the demo model)"
     )
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write when each copy and computation ran: open it in Perfetto"
+    )
+
+
+@contextmanager
+def trace_file(path: Path | None) -> "Iterator[dict[str, list[Span]]]":
+    """Spans by title, to be filled in, that are a Chrome trace in the file when all is done or has failed."""
+    groups: dict[str, list[Span]] = {}
+    if path is None:
+        yield groups
+        return
+    import json
+
+    from ..trace import chrome_trace
+
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise UserError(f"--trace {path}: {error.strerror}") from None
+    with file:
+        try:
+            yield groups
+        finally:
+            json.dump(chrome_trace(groups), file)
 
 
 def add_config(parser: argparse.ArgumentParser, *, lists: bool = False) -> None:
@@ -64,6 +99,8 @@ def _range(text: str) -> list[int]:
     if low > high or step < 1 or (found and sign == "*" and (step < 2 or low < 1)):
         raise ValueError(f"{text} is no range")
     while low <= high:
+        if len(out) == N_VALUES:
+            raise argparse.ArgumentTypeError(f"{text} has over {N_VALUES} values")
         out.append(low)
         low = low * step if found and sign == "*" else low + step
     return out

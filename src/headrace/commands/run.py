@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from .options import add_config, add_model, config_of, progress
+from .options import add_config, add_model, add_trace, config_of, progress, trace_file
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -60,12 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             *flags, dest=f"sampling_{field}", metavar="N" if kind is int else "X", type=kind,
             default=argparse.SUPPRESS, help=text,
         )  # fmt: skip
+    add_trace(parser)
     add_config(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from .. import open as open_model
     from ..sampling import SamplingParams
+    from ..trace import Trace
 
     prompt = read_prompt(args)
     if args.system and not (args.chat or args.interactive):
@@ -74,17 +76,26 @@ def run(args: argparse.Namespace) -> int:
         field: getattr(args, f"sampling_{field}") for _, field, _, _ in SAMPLING if hasattr(args, f"sampling_{field}")
     }
     sampling = SamplingParams(**given)
-    with quietly("loading", "B", args.quiet) as show:
-        engine = open_model(args.model, load_progress=show, **config_of(args))
-    with engine:
-        if args.interactive:
-            return talk(engine, args, sampling, prompt)
-        assert prompt is not None
-        if args.chat:
-            prompt = engine.chat.render(messages(args.system, prompt))
-        elif args.echo:
-            print(prompt, end="")
-        return 130 if answer(engine, prompt, args, sampling)[1] else 0
+    with trace_file(args.trace) as groups:
+        with quietly("loading", "B", args.quiet) as show:
+            engine = open_model(args.model, load_progress=show, **config_of(args))
+        with engine:
+            trace = engine.stream.trace = Trace(engine.device if args.trace else None)
+            try:
+                return write(engine, prompt, args, sampling)
+            finally:
+                groups["run"] = trace.spans()
+
+
+def write(engine: "Engine", prompt: str | None, args: argparse.Namespace, sampling: "SamplingParams") -> int:
+    if args.interactive:
+        return talk(engine, args, sampling, prompt)
+    assert prompt is not None
+    if args.chat:
+        prompt = engine.chat.render(messages(args.system, prompt))
+    elif args.echo:
+        print(prompt, end="")
+    return 130 if answer(engine, prompt, args, sampling)[1] else 0
 
 
 def read_prompt(args: argparse.Namespace) -> str | None:
