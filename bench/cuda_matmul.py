@@ -12,6 +12,7 @@ import json
 import numpy as np
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.backends.cuda import decoders, dequant, experts, gemm
 
@@ -20,7 +21,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter
 
 
 def timed_ms(fn) -> float:
-    return triton.testing.do_bench(fn, warmup=20, rep=100, return_mode="median")
+    return triton.testing.do_bench(fn, warmup=20, rep=60, return_mode="median")
 
 
 def report(**row) -> None:
@@ -53,22 +54,27 @@ def bench_dequant(n_rows: int, n_in: int, quick: bool) -> None:
 TILES = [
     (128, 128, 8, 3),
     (128, 128, 4, 3),
-    (128, 128, 4, 4),
     (128, 256, 8, 3),
-    (256, 128, 8, 3),
     (128, 256, 8, 4),
+    (256, 128, 8, 3),
     (64, 128, 4, 4),
     (64, 256, 8, 3),
 ]
 
 
-def run_gemm(x, w, out, tile):
+def described(w, tile, tma):
+    """16-bit weights as a kernel wants them: a tensor descriptor in blocks of [BN, BK], or a pointer."""
+    return TensorDescriptor.from_tensor(w.view(-1, w.shape[-1]), [tile[1], gemm.BK]) if tma else w
+
+
+def run_gemm(x, w, out, tile, tma):
     bm, bn, warps, stages = tile
     t, k = x.shape
     n = w.shape[0]
+    w = described(w, tile, tma)
     grid = (triton.cdiv(t, bm) * triton.cdiv(n, bn),)
     gemm.gemm_kernel[grid](
-        x, w, x, out, t, n, k, x.stride(0), out.stride(0), ADD=False, HAS_BIAS=False, EVEN_K=k % 64 == 0,
+        x, w, x, out, t, n, k, x.stride(0), out.stride(0), TMA=tma, ADD=False, HAS_BIAS=False, EVEN_K=k % 64 == 0,
         PRECISION="ieee", BM=bm, BN=bn, BK=64, GROUP=8, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -81,24 +87,17 @@ def bench_gemm(t: int, n: int, k: int, quick: bool) -> None:
     ms = timed_ms(lambda: x @ w.T)
     report(test="torch", shape=(t, n, k), ms=ms, tflops=2 * t * n * k / ms / 1e9)
     first = None
-    for tile in TILES[:1] if quick else TILES:
+    for tile, tma in itertools.product(TILES[:1] if quick else TILES, (False, True)):
         try:
             out.fill_(float("nan"))
-            run_gemm(x, w, out, tile)
+            run_gemm(x, w, out, tile, tma)
         except triton.runtime.errors.OutOfResources:
             continue
         err = ((out - ref).float().norm() / ref.float().norm()).item()
         first = out.clone() if first is None else first
-        ms = timed_ms(lambda: run_gemm(x, w, out, tile))
-        report(
-            test="gemm",
-            shape=(t, n, k),
-            tile=tile,
-            ms=ms,
-            tflops=2 * t * n * k / ms / 1e9,
-            err=err,
-            same=bool((out == first).all()),
-        )
+        ms, same = timed_ms(lambda: run_gemm(x, w, out, tile, tma)), bool((out == first).all())
+        tflops = round(2 * t * n * k / ms / 1e9)
+        report(test="gemm", shape=(t, n, k), tile=tile, tma=tma, ms=ms, tflops=tflops, err=err, same=same)
 
 
 def routing(t: int, n_expert: int, top_k: int, seed: int = 0):
@@ -119,11 +118,11 @@ def bench_experts(t: int, n_expert: int, top_k: int, d: int, f: int, n_chunk: in
     y = torch.empty(t * top_k, d, device=DEVICE, dtype=DTYPE)
     n = t * top_k
     share = (int(starts[n_chunk]) - int(starts[0])) / n
-    for tile in (
-        [(128, 128, 8, 3)]
-        if quick
-        else [*TILES, (32, 128, 4, 4), (16, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 8, 3)]
-    ):
+    more = [(32, 128, 4, 4), (16, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 8, 3)]
+    tiles = [(128, 128, 8, 3)] if quick else [*TILES, *more]
+    first = None
+    for tile, tma in itertools.product(tiles, (False, True)):
+        g, u, dw = (described(w, tile, tma) for w in (gate, up, down))
         bm, bn, warps, stages = tile
         n_tiles = triton.cdiv(n, bm) + n_expert
         te, tr = (torch.empty(n_tiles, dtype=torch.int32, device=DEVICE) for _ in range(2))
@@ -132,14 +131,14 @@ def bench_experts(t: int, n_expert: int, top_k: int, d: int, f: int, n_chunk: in
 
         def glu():
             experts.expert_glu_kernel[(triton.cdiv(f, bn), n_tiles)](
-                x, gate, up, x, x, h, order, starts, te, tr, 0, n_chunk, n, f, d, d, f * d, TOP_K=top_k, HAS_BIAS=False,
-                GELU=False, EVEN_K=d % 64 == 0, PRECISION="ieee", BM=bm, BN=bn, BK=64,
+                x, g, u, x, x, h, order, starts, te, tr, 0, n_chunk, n, f, d, d, f, TMA=tma, TOP_K=top_k,
+                HAS_BIAS=False, GELU=False, EVEN_K=d % 64 == 0, PRECISION="ieee", BM=bm, BN=bn, BK=64,
                 num_warps=warps, num_stages=stages,
             )  # fmt: skip
 
         def dn():
             experts.expert_down_kernel[(triton.cdiv(d, bn), n_tiles)](
-                h, down, x, y, order, starts, te, tr, 0, n_chunk, n, d, f, d * f, HAS_BIAS=False, EVEN_K=f % 64 == 0,
+                h, dw, x, y, order, starts, te, tr, 0, n_chunk, n, d, f, d, TMA=tma, HAS_BIAS=False, EVEN_K=f % 64 == 0,
                 PRECISION="ieee", BM=bm, BN=bn, BK=64, num_warps=warps, num_stages=stages,
             )  # fmt: skip
 
@@ -149,8 +148,11 @@ def bench_experts(t: int, n_expert: int, top_k: int, d: int, f: int, n_chunk: in
             except triton.runtime.errors.OutOfResources:
                 continue
             ms = timed_ms(fn)
-            report(test=name, tokens=t, chunk=n_chunk, tile=tile, ms=ms, tflops=share * flops / ms / 1e9)
-        if n_chunk == n_expert:
+            tflops = round(share * flops / ms / 1e9)
+            report(test=name, tokens=t, chunk=n_chunk, tile=tile, tma=tma, ms=ms, tflops=tflops)
+        first = (h.clone(), y.clone()) if first is None else first
+        assert n_chunk < n_expert or ((h == first[0]).all() and (y == first[1]).all()), "tiles change bits"
+        if n_chunk == n_expert and not tma:
             i = torch.randint(0, n, (64,))
             e = ids.flatten()[i]
             xi = x[i // top_k].float()
@@ -179,4 +181,5 @@ if __name__ == "__main__":
         bench_gemm(512, 2048, 4096, args.quick)
         bench_experts(8192, 256, 8, 2048, 512, 256, args.quick)
         bench_experts(2048, 256, 8, 2048, 512, 256, args.quick)
-        bench_experts(8192, 256, 8, 2048, 512, 32, True)
+        for n_chunk in (32, 64, 128):
+            bench_experts(16384, 256, 8, 2048, 512, n_chunk, True)

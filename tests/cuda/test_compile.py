@@ -38,6 +38,10 @@ ACT = "*bf16"
 def specimens(capability: int) -> list[Specimen]:
     tiles = Tiles.of((capability // 10, capability % 10))
     out = []
+
+    def weights(bn: int, dtype: str = "bf16") -> str:
+        return f"tensordesc<{dtype}[{bn},{gemm.BK}]>" if tiles.tma else f"*{dtype}"
+
     for name, decode in decoders.DECODERS.items():
         block = decoders.decode_block(name, 32 if name == "Q8_0" else 256)
         constants = {"DECODE": decode, "BLOCK": block, "BLOCK_BYTES": 64, "ROWS": 8}
@@ -51,8 +55,8 @@ def specimens(capability: int) -> list[Specimen]:
             )
         )
     for bm, bn, warps, stages in tiles.gemm:
-        types = {"x": ACT, "w": ACT, "bias": "*fp32", "out": "*fp32"}
-        flags = {"ADD": True, "HAS_BIAS": True, "EVEN_K": True, "PRECISION": "ieee", "GROUP": 8}
+        types = {"x": ACT, "w": weights(bn), "bias": "*fp32", "out": "*fp32"}
+        flags = {"TMA": tiles.tma, "ADD": True, "HAS_BIAS": True, "EVEN_K": True, "PRECISION": "ieee", "GROUP": 8}
         out.append(
             Specimen(
                 f"gemm-{bm}",
@@ -63,8 +67,8 @@ def specimens(capability: int) -> list[Specimen]:
                 True,
             )
         )
-    f32 = {"x": ACT, "w": "*fp32", "bias": "*fp32", "out": "*fp32"}
-    flags = {"ADD": False, "HAS_BIAS": False, "EVEN_K": True, "PRECISION": "tf32x3", "GROUP": 8}
+    f32 = {"x": ACT, "w": weights(64, "fp32"), "bias": "*fp32", "out": "*fp32"}
+    flags = {"TMA": tiles.tma, "ADD": False, "HAS_BIAS": False, "EVEN_K": True, "PRECISION": "tf32x3", "GROUP": 8}
     out.append(
         Specimen(
             "gemm-f32",
@@ -76,9 +80,17 @@ def specimens(capability: int) -> list[Specimen]:
         )
     )
     maps = {"order": "*i32", "starts": "*i32", "tile_expert": "*i32", "tile_row": "*i32"}
-    flags = {"HAS_BIAS": False, "EVEN_K": True, "PRECISION": "ieee", "BK": gemm.BK}
+    flags = {"TMA": tiles.tma, "HAS_BIAS": False, "EVEN_K": True, "PRECISION": "ieee", "BK": gemm.BK}
     for bm, bn, warps, stages in tiles.glu:
-        types = {"x": ACT, "gate": ACT, "up": ACT, "gate_bias": "*fp32", "up_bias": "*fp32", "out": ACT, **maps}
+        types = {
+            "x": ACT,
+            "gate": weights(bn),
+            "up": weights(bn),
+            "gate_bias": "*fp32",
+            "up_bias": "*fp32",
+            "out": ACT,
+            **maps,
+        }
         out.append(
             Specimen(
                 f"glu-{bm}",
@@ -90,7 +102,7 @@ def specimens(capability: int) -> list[Specimen]:
             )
         )
     for bm, bn, warps, stages in tiles.down:
-        types = {"h": ACT, "down": ACT, "bias": "*fp32", "out": ACT, **maps}
+        types = {"h": ACT, "down": weights(bn), "bias": "*fp32", "out": ACT, **maps}
         out.append(
             Specimen(
                 f"down-{bm}",

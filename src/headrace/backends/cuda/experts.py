@@ -40,9 +40,9 @@ def _gelu(x):
 @triton.jit(do_not_specialize=["n_entries"])
 def expert_glu_kernel(
     x, gate, up, gate_bias, up_bias, out, order, starts, tile_expert, tile_row, first, n_chunk, n_entries, n_ff, n_in,
-    x_stride, expert_stride,
-    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x_stride, expert_rows,
+    TMA: tl.constexpr, TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out [entry, n_ff] = act(gate x[entry // TOP_K]) * up x: both products share the tile of x."""
     tile = tl.program_id(1)
@@ -55,24 +55,28 @@ def expert_glu_kernel(
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     xp = x + (entry // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
-    wrow = (e - first).to(tl.int64) * expert_stride + tl.minimum(cols, n_ff - 1).to(tl.int64) * n_in
-    gp = gate + wrow[None, :] + k[:, None]
-    up_p = up + wrow[None, :] + k[:, None]
+    row0 = (e - first) * expert_rows + tl.program_id(0) * BN
+    if not TMA:
+        wrow = ((e - first) * expert_rows + tl.minimum(cols, n_ff - 1)).to(tl.int64) * n_in
+        gp = gate + wrow[None, :] + k[:, None]
+        up_p = up + wrow[None, :] + k[:, None]
     g = tl.zeros((BM, BN), tl.float32)
     u = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, n_in, BK):
         if EVEN_K:
-            a, bg, bu = tl.load(xp), tl.load(gp), tl.load(up_p)
+            a = tl.load(xp + k0)
         else:
-            a = tl.load(xp, mask=k[None, :] < n_in - k0, other=0.0)
-            bg = tl.load(gp, mask=k[:, None] < n_in - k0, other=0.0)
-            bu = tl.load(up_p, mask=k[:, None] < n_in - k0, other=0.0)
+            a = tl.load(xp + k0, mask=k[None, :] < n_in - k0, other=0.0)
+        if TMA:
+            bg, bu = gate.load([row0, k0]).T, up.load([row0, k0]).T
+        elif EVEN_K:
+            bg, bu = tl.load(gp + k0), tl.load(up_p + k0)
+        else:
+            bg = tl.load(gp + k0, mask=k[:, None] < n_in - k0, other=0.0)
+            bu = tl.load(up_p + k0, mask=k[:, None] < n_in - k0, other=0.0)
         a = a.to(bg.dtype)
         g = tl.dot(a, bg, g, input_precision=PRECISION)
         u = tl.dot(a, bu, u, input_precision=PRECISION)
-        xp += BK
-        gp += BK
-        up_p += BK
     if HAS_BIAS:
         g += tl.load(gate_bias + e * n_ff + cols, mask=cols < n_ff, other=0.0)[None, :]
         u += tl.load(up_bias + e * n_ff + cols, mask=cols < n_ff, other=0.0)[None, :]
@@ -83,8 +87,8 @@ def expert_glu_kernel(
 
 @triton.jit(do_not_specialize=["n_entries"])
 def expert_down_kernel(
-    h, down, bias, out, order, starts, tile_expert, tile_row, first, n_chunk, n_entries, n_out, n_in, expert_stride,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    h, down, bias, out, order, starts, tile_expert, tile_row, first, n_chunk, n_entries, n_out, n_in, expert_rows,
+    TMA: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out [entry, n_out] = down h[entry]."""
@@ -98,18 +102,23 @@ def expert_down_kernel(
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     hp = h + entry[:, None] * n_in + k[None, :]
-    wrow = (e - first).to(tl.int64) * expert_stride + tl.minimum(cols, n_out - 1).to(tl.int64) * n_in
-    wp = down + wrow[None, :] + k[:, None]
+    row0 = (e - first) * expert_rows + tl.program_id(0) * BN
+    if not TMA:
+        wrow = ((e - first) * expert_rows + tl.minimum(cols, n_out - 1)).to(tl.int64) * n_in
+        wp = down + wrow[None, :] + k[:, None]
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, n_in, BK):
         if EVEN_K:
-            a, b = tl.load(hp), tl.load(wp)
+            a = tl.load(hp + k0)
         else:
-            a = tl.load(hp, mask=k[None, :] < n_in - k0, other=0.0)
-            b = tl.load(wp, mask=k[:, None] < n_in - k0, other=0.0)
+            a = tl.load(hp + k0, mask=k[None, :] < n_in - k0, other=0.0)
+        if TMA:
+            b = down.load([row0, k0]).T
+        elif EVEN_K:
+            b = tl.load(wp + k0)
+        else:
+            b = tl.load(wp + k0, mask=k[:, None] < n_in - k0, other=0.0)
         acc = tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
-        hp += BK
-        wp += BK
     if HAS_BIAS:
         acc += tl.load(bias + e * n_out + cols, mask=cols < n_out, other=0.0)[None, :]
     op = out + entry[:, None] * n_out + cols[None, :]

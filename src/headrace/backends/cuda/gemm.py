@@ -14,7 +14,7 @@ BK = 64
 @triton.jit(do_not_specialize=["n_tokens"])
 def gemm_kernel(
     x, w, bias, out, n_tokens, n_out, n_in, x_stride, out_stride,
-    ADD: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, ADD: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Tiles are walked in groups of GROUP rows of tiles, so that the weights of a group stay in L2."""
@@ -28,17 +28,21 @@ def gemm_kernel(
     cols = n0 + tl.arange(0, BN)
     k = tl.arange(0, BK)
     xp = x + tl.minimum(rows, n_tokens - 1).to(tl.int64)[:, None] * x_stride + k[None, :]
-    wp = w + tl.minimum(cols, n_out - 1).to(tl.int64)[None, :] * n_in + k[:, None]
+    if not TMA:
+        wp = w + tl.minimum(cols, n_out - 1).to(tl.int64)[None, :] * n_in + k[:, None]
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, n_in, BK):
         if EVEN_K:
-            a, b = tl.load(xp), tl.load(wp)
+            a = tl.load(xp + k0)
         else:
-            a = tl.load(xp, mask=k[None, :] < n_in - k0, other=0.0)
-            b = tl.load(wp, mask=k[:, None] < n_in - k0, other=0.0)
+            a = tl.load(xp + k0, mask=k[None, :] < n_in - k0, other=0.0)
+        if TMA:
+            b = w.load([n0, k0]).T
+        elif EVEN_K:
+            b = tl.load(wp + k0)
+        else:
+            b = tl.load(wp + k0, mask=k[:, None] < n_in - k0, other=0.0)
         acc = tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)
-        xp += BK
-        wp += BK
     inside = (rows < n_tokens)[:, None] & (cols < n_out)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + cols, mask=cols < n_out, other=0.0).to(tl.float32)[None, :]

@@ -18,8 +18,6 @@ from .dequant import dequant_kernel
 from .tiles import Tiles, pick
 
 Tensor = torch.Tensor
-SCRATCH_WEIGHTS = 64 << 20
-"""Weights decoded at a time: 128 MiB of 16-bit scratch."""
 
 
 def _view3(x: Tensor) -> tuple[int, int, int, int]:
@@ -135,7 +133,7 @@ class CudaOps:
         if w.info.type.name == "F32":
             self._gemm(out, x, w.floats(), n_out, n_in, b, add, "tf32x3")
             return
-        chunk = max(1, SCRATCH_WEIGHTS // n_in)
+        chunk = max(1, self.tiles.scratch_weights // n_in)
         for first in range(0, n_out, chunk):
             n = min(chunk, n_out - first)
             decoded = self.decoded(w, first, n, n_in)
@@ -145,7 +143,7 @@ class CudaOps:
         """Rows first.. of a weight in the activation dtype, in scratch from number `at` on."""
         t = w.info.type
         block = decode_block(t.name, t.block)
-        out = self.scratch("weights", SCRATCH_WEIGHTS, self.act_dtype)[at:]
+        out = self.scratch("weights", self.tiles.scratch_weights, self.act_dtype)[at:]
         row_bytes, n_blocks = t.row_bytes(n_in), n_in // block
         per = 8 if block == 256 else 64
         dequant_kernel[(triton.cdiv(n_rows, per) * n_blocks,)](
@@ -163,11 +161,18 @@ class CudaOps:
         bm, bn, warps, stages = pick(self.tiles.gemm, t)
         if precision != "ieee":
             bm, bn, warps, stages = 64, 64, 4, 2
+        w = self._described(w, n_out, n_in, bn)
         gemm.gemm_kernel[(triton.cdiv(t, bm) * triton.cdiv(n_out, bn),)](
-            x, w, x if bias is None else bias, out, t, n_out, n_in, x.stride(0), out.stride(0), ADD=add,
-            HAS_BIAS=bias is not None, EVEN_K=n_in % gemm.BK == 0, PRECISION=precision,
+            x, w, x if bias is None else bias, out, t, n_out, n_in, x.stride(0), out.stride(0),
+            TMA=self.tiles.tma, ADD=add, HAS_BIAS=bias is not None, EVEN_K=n_in % gemm.BK == 0, PRECISION=precision,
             BM=bm, BN=bn, BK=gemm.BK, GROUP=8, num_warps=warps, num_stages=stages,
         )  # fmt: skip
+
+    def _described(self, w: Tensor, n_rows: int, n_in: int, bn: int) -> Any:
+        """16-bit weights as the products take them: rows in blocks of [bn, BK], or an address (see `Tiles.tma`)."""
+        if not self.tiles.tma:
+            return w
+        return TensorDescriptor(w, [n_rows, n_in], [n_in, 1], [bn, gemm.BK])
 
     # experts
 
@@ -198,7 +203,7 @@ class CudaOps:
         return te, tr, n_tiles
 
     def _expert_chunks(self, n_expert: int, n_weights: int) -> Any:
-        per = max(1, SCRATCH_WEIGHTS // n_weights)
+        per = max(1, self.tiles.scratch_weights // n_weights)
         return ((first, min(per, n_expert - first)) for first in range(0, n_expert, per))
 
     def expert_glu(
@@ -213,16 +218,19 @@ class CudaOps:
         te, tr, n_tiles = self._tile_map(routing, bm)
         for first, m in self._expert_chunks(n_expert, 2 * n_ff * d):
             if up is None:
-                g = self.decoded(gate, first * 2 * n_ff, m * 2 * n_ff, d)
-                u, stride = g[n_ff * d :], 2 * n_ff * d
+                n_rows = 2 * n_ff  # an expert's gate, then its up
+                g = self.decoded(gate, first * n_rows, m * n_rows, d)
+                u = g[n_ff * d :]
             else:
-                g = self.decoded(gate, first * n_ff, m * n_ff, d)
-                u, stride = self.decoded(up, first * n_ff, m * n_ff, d, at=m * n_ff * d), n_ff * d
+                n_rows = n_ff
+                g = self.decoded(gate, first * n_rows, m * n_rows, d)
+                u = self.decoded(up, first * n_rows, m * n_rows, d, at=m * n_rows * d)
+            g, u = (self._described(w, (m - 1) * n_rows + n_ff, d, bn) for w in (g, u))
             experts.expert_glu_kernel[(triton.cdiv(n_ff, bn), n_tiles)](
                 x, g, u, gate_bias.floats() if gate_bias else x, up_bias.floats() if up_bias else x, out, routing.order,
-                routing.starts, te, tr, first, m, n, n_ff, d, x.stride(0), stride, TOP_K=routing.ids.shape[1],
-                HAS_BIAS=gate_bias is not None, GELU=activation == "gelu", EVEN_K=d % gemm.BK == 0, PRECISION="ieee",
-                BM=bm, BN=bn, BK=gemm.BK, num_warps=warps, num_stages=stages,
+                routing.starts, te, tr, first, m, n, n_ff, d, x.stride(0), n_rows, TMA=self.tiles.tma,
+                TOP_K=routing.ids.shape[1], HAS_BIAS=gate_bias is not None, GELU=activation == "gelu",
+                EVEN_K=d % gemm.BK == 0, PRECISION="ieee", BM=bm, BN=bn, BK=gemm.BK, num_warps=warps, num_stages=stages,
             )  # fmt: skip
 
     def expert_down(self, out: Tensor, h: Tensor, routing: Routing, down: Any, bias: Any = None) -> None:
@@ -233,10 +241,10 @@ class CudaOps:
         bm, bn, warps, stages = pick(self.tiles.down, n / n_expert)
         te, tr, n_tiles = self._tile_map(routing, bm)
         for first, m in self._expert_chunks(n_expert, n_ff * d):
-            w = self.decoded(down, first * d, m * d, n_ff)
+            w = self._described(self.decoded(down, first * d, m * d, n_ff), m * d, n_ff, bn)
             experts.expert_down_kernel[(triton.cdiv(d, bn), n_tiles)](
                 h, w, bias.floats() if bias else h, out, routing.order, routing.starts, te, tr, first, m, n, d, n_ff,
-                n_ff * d, HAS_BIAS=bias is not None, EVEN_K=n_ff % gemm.BK == 0, PRECISION="ieee",
+                d, TMA=self.tiles.tma, HAS_BIAS=bias is not None, EVEN_K=n_ff % gemm.BK == 0, PRECISION="ieee",
                 BM=bm, BN=bn, BK=gemm.BK, num_warps=warps, num_stages=stages,
             )  # fmt: skip
 

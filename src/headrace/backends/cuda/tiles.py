@@ -19,6 +19,8 @@ class Tiles:
     attention: Tile
     attention_wide: Tile
     """For heads of more than 128 numbers."""
+    scratch_weights: int
+    """Weights decoded at a time, to 16 bits each; a launch of more experts fills the last wave of programs better."""
     tma: bool
     """Whether tensor descriptors load faster than addresses: they do where the hardware has them."""
 
@@ -26,14 +28,15 @@ class Tiles:
     def of(capability: tuple[int, int]) -> "Tiles":
         """By shared memory: 227 KiB on sm_90 and sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120."""
         if capability[0] in (9, 10):
-            # H200, 8192 tokens, TFLOP/s: gemm 572, glu 412, down 350 (bench/cuda_matmul.py)
+            # H200, TFLOP/s (bench/cuda_matmul.py): 8192 tokens gemm 603, glu 435, down 377; 16384 glu 511, down 365
             return Tiles(
                 gemm=((128, 128, 4, 3), (64, 128, 4, 4), (16, 64, 4, 4)),
                 glu=((128, 128, 8, 3), (64, 128, 4, 4), (32, 128, 4, 4), (16, 128, 4, 4)),
-                down=((128, 256, 8, 4), (64, 128, 4, 4), (32, 128, 4, 4), (16, 128, 4, 4)),
+                down=((128, 128, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4), (16, 128, 4, 4)),
                 # 16384 tokens, TFLOP/s: wide 418 (bench/cuda_attention.py)
                 attention=(64, 64, 4, 3),
                 attention_wide=(64, 64, 4, 1),
+                scratch_weights=128 << 20,
                 tma=True,
             )
         return Tiles(
@@ -42,6 +45,7 @@ class Tiles:
             down=((128, 128, 8, 3), (64, 128, 4, 3), (32, 128, 4, 3), (16, 128, 4, 3)),
             attention=(64, 32, 4, 2),
             attention_wide=(64, 32, 4, 2),
+            scratch_weights=64 << 20,
             tma=capability[0] > 10,
         )
 
