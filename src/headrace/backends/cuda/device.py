@@ -209,6 +209,7 @@ class CudaDevice:
         """The first run of a shape only runs (kernels compile, scratch grows); the second is captured as a graph."""
         if not self.compute.stream or key not in self.graphs:
             with self.compute.here():
+                self.ops.decoded.start()
                 yield
             if self.compute.stream:
                 self.graphs[key] = None
@@ -217,6 +218,7 @@ class CudaDevice:
             return
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.compute.stream, capture_error_mode="thread_local"):
+            self.ops.decoded.start()
             yield
         self.graphs[key] = graph
         self.replay(key)

@@ -15,6 +15,7 @@ from ..base import KVLayer, RecurrentLayer, Routing, StepState
 from . import attention, deltanet, experts, gemm, router, rows
 from .decoders import DECODERS, TABLES, decode_block
 from .dequant import dequant_kernel
+from .scratch import ScratchRing
 from .tiles import Tiles, pick
 
 Tensor = torch.Tensor
@@ -34,7 +35,7 @@ class CudaOps:
         self.buffers: dict[str, Tensor] = {}
         self.kept: list[Tensor] = []
         self.tables: dict[Any, Tensor] = {}
-        self.tile_maps: dict[int, tuple[Tensor, Tensor, int, int]] = {}
+        self.decoded = ScratchRing(where, 2, tiles.scratch_weights, act_dtype)
 
     def scratch(self, name: str, n: int, dtype: torch.dtype) -> Tensor:
         """At least n numbers under a name; a smaller one stays alive for the recordings that know its address."""
@@ -136,21 +137,21 @@ class CudaOps:
         chunk = max(1, self.tiles.scratch_weights // n_in)
         for first in range(0, n_out, chunk):
             n = min(chunk, n_out - first)
-            decoded = self.decoded(w, first, n, n_in)
-            self._gemm(out[:, first : first + n], x, decoded, n, n_in, None if b is None else b[first:], add, "ieee")
+            with self.decoded.fill() as weights:
+                self._decode(weights, w, first, n, n_in)
+            self._gemm(out[:, first : first + n], x, weights, n, n_in, None if b is None else b[first:], add, "ieee")
+            self.decoded.done()
 
-    def decoded(self, w: Any, first: int, n_rows: int, n_in: int, at: int = 0) -> Tensor:
-        """Rows first.. of a weight in the activation dtype, in scratch from number `at` on."""
+    def _decode(self, out: Tensor, w: Any, first: int, n_rows: int, n_in: int) -> None:
+        """Rows first.. of a weight in the activation dtype."""
         t = w.info.type
         block = decode_block(t.name, t.block)
-        out = self.scratch("weights", self.tiles.scratch_weights, self.act_dtype)[at:]
         row_bytes, n_blocks = t.row_bytes(n_in), n_in // block
         per = 8 if block == 256 else 64
         dequant_kernel[(triton.cdiv(n_rows, per) * n_blocks,)](
             w.data[first * row_bytes :], self.lut(t.name), out, n_rows, n_blocks, row_bytes, DECODE=DECODERS[t.name],
             BLOCK=block, BLOCK_BYTES=block * t.block_bytes // t.block, ROWS=per, num_warps=2,
         )  # fmt: skip
-        return out
 
     def _gemm(
         self, out: Tensor, x: Tensor, w: Tensor, n_out: int, n_in: int, bias: Tensor | None, add: bool, precision: str
@@ -217,14 +218,12 @@ class CudaOps:
         bm, bn, warps, stages = pick(self.tiles.glu, n / n_expert)
         te, tr, n_tiles = self._tile_map(routing, bm)
         for first, m in self._expert_chunks(n_expert, 2 * n_ff * d):
-            if up is None:
-                n_rows = 2 * n_ff  # an expert's gate, then its up
-                g = self.decoded(gate, first * n_rows, m * n_rows, d)
-                u = g[n_ff * d :]
-            else:
-                n_rows = n_ff
-                g = self.decoded(gate, first * n_rows, m * n_rows, d)
-                u = self.decoded(up, first * n_rows, m * n_rows, d, at=m * n_rows * d)
+            n_rows = n_ff if up else 2 * n_ff  # without `up` an expert is its gate, then its up
+            with self.decoded.fill() as g:
+                u = g[(m * n_rows if up else n_ff) * d :]
+                self._decode(g, gate, first * n_rows, m * n_rows, d)
+                if up:
+                    self._decode(u, up, first * n_rows, m * n_rows, d)
             g, u = (self._described(w, (m - 1) * n_rows + n_ff, d, bn) for w in (g, u))
             experts.expert_glu_kernel[(triton.cdiv(n_ff, bn), n_tiles)](
                 x, g, u, gate_bias.floats() if gate_bias else x, up_bias.floats() if up_bias else x, out, routing.order,
@@ -232,6 +231,7 @@ class CudaOps:
                 TOP_K=routing.ids.shape[1], HAS_BIAS=gate_bias is not None, GELU=activation == "gelu",
                 EVEN_K=d % gemm.BK == 0, PRECISION="ieee", BM=bm, BN=bn, BK=gemm.BK, num_warps=warps, num_stages=stages,
             )  # fmt: skip
+            self.decoded.done()
 
     def expert_down(self, out: Tensor, h: Tensor, routing: Routing, down: Any, bias: Any = None) -> None:
         n, n_ff = h.shape
@@ -241,12 +241,15 @@ class CudaOps:
         bm, bn, warps, stages = pick(self.tiles.down, n / n_expert)
         te, tr, n_tiles = self._tile_map(routing, bm)
         for first, m in self._expert_chunks(n_expert, n_ff * d):
-            w = self._described(self.decoded(down, first * d, m * d, n_ff), m * d, n_ff, bn)
+            with self.decoded.fill() as weights:
+                self._decode(weights, down, first * d, m * d, n_ff)
+            w = self._described(weights, m * d, n_ff, bn)
             experts.expert_down_kernel[(triton.cdiv(d, bn), n_tiles)](
                 h, w, bias.floats() if bias else h, out, routing.order, routing.starts, te, tr, first, m, n, d, n_ff,
                 d, TMA=self.tiles.tma, HAS_BIAS=bias is not None, EVEN_K=n_ff % gemm.BK == 0, PRECISION="ieee",
                 BM=bm, BN=bn, BK=gemm.BK, num_warps=warps, num_stages=stages,
             )  # fmt: skip
+            self.decoded.done()
 
     def combine(self, x: Tensor, y: Tensor, routing: Routing) -> None:
         t, n = x.shape
