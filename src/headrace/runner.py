@@ -23,6 +23,8 @@ from .stream import ExpertStream
 Logits = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all) after every micro-batch of a segment; may raise to cancel."""
+Tap = Callable[[int, Ints, NDArray[np.float32]], None]
+"""Called after every step with its number, the tokens' positions [T] and their hidden states [T, n_embd]."""
 
 
 class Runner:
@@ -47,6 +49,7 @@ class Runner:
             for phase in ("prefill", "decode")
         }
         self.n_body = len(program.steps) - 1  # the last step is the head, which runs for wanted rows only
+        self.tap: Tap | None = None
 
     def _step_weights(self, step: Step, weights: dict[str, Weight], phase: str) -> Weights:
         named = {short_name(name): weights[name] for name in step.weights}
@@ -172,6 +175,15 @@ class Runner:
         return np.array(self.device.download(self.logits[:n]), np.float32)
 
     def _steps(self, first: int, stop: int, batch: Batch, n_out: int, phase: str) -> None:
+        """Runs steps first..stop together, or one by one where a tap wants to see what each leaves."""
+        if not self.tap:
+            self._run(first, stop, batch, n_out, phase)
+            return
+        for i in range(first, stop):
+            self._run(i, i + 1, batch, n_out, phase)
+            self.tap(i, batch.positions, self.device.download(self.x[: batch.n_tokens]))
+
+    def _run(self, first: int, stop: int, batch: Batch, n_out: int, phase: str) -> None:
         """Runs or replays steps first..stop; the shape is the key, all that changes is in device memory."""
         if first >= stop:
             return
