@@ -123,9 +123,9 @@ class Runner:
         logits: list[Logits] = []
         n_done = 0
         ends = np.cumsum([b.n_tokens for b in batches])
-        self.state.stage(batches)
         gathers = phase == "decode" and self.stream.gathers
         streamed = () if gathers else self.stream.streamed
+        self.state.stage(batches, uploads=bool(streamed))
         with self.stream.pass_():
             for order in schedule(self.program, streamed, self.stream.n_slots, len(batches)):
                 match order:

@@ -227,12 +227,13 @@ def per_ubatch(rig: Rig, seq: Sequence, n_tokens: int) -> list[list[tuple[str, t
     rig.runner.prefill(seq, [1] * n_tokens)
     row_bytes = rig.runner.state.buffer.span[2]
     found: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
-    current, staged = -1, rig.runner.state.staged.buffer
+    current, staged, n_batches = -1, rig.runner.state.staged.buffer, rig.runner.state.staged.shape[1]
     for order in rig.device.orders:
         if order.name == "upload":
-            current += rig.plan.n_window == rig.plan.n_ubatch
-        elif order.name == "copy":
-            current = next((first // row_bytes for b, first, _ in order.reads if b == staged), current)
+            current += n_batches == 1
+        elif order.name == "copy" and n_batches > 1:
+            rows = [first // row_bytes % n_batches for b, first, _ in order.reads if b == staged]
+            current = rows[0] if rows else current
         elif order.queue == "compute" and order.name not in ("copy", "download"):
             found.setdefault(current, []).append((order.name, tuple(name for name, _ in order.weights)))
     return [found[u] for u in sorted(found)]

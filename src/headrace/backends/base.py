@@ -255,8 +255,8 @@ class Device(Protocol):
     def pin(self, ranges: "list[MappedRange]", budget_bytes: int) -> None:
         """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy."""
 
-    def upload(self, dst: Tensor, src: NDArray[Any]) -> None:
-        """Host to device on the compute queue, without waiting; `src` may be reused on return."""
+    def upload(self, dst: Tensor, src: NDArray[Any], queue: Queue | None = None) -> None:
+        """Host to device on a queue (None: compute), without waiting; `src` may be reused on return."""
 
     def download(self, src: Tensor) -> NDArray[Any]:
         """Device to host; waits for the compute queue."""

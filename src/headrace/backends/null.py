@@ -283,9 +283,9 @@ class NullDevice:
 
     def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
 
-    def upload(self, dst: NullTensor, src: NDArray[Any]) -> None:
+    def upload(self, dst: NullTensor, src: NDArray[Any], queue: "NullQueue | None" = None) -> None:
         self.check_memory("upload", (), (dst.span,))
-        self.compute.give("upload", (), (dst.span,), 0.0)
+        (queue or self.compute).give("upload", (), (dst.span,), 0.0)
 
     def download(self, src: NullTensor) -> NDArray[Any]:
         self.check_memory("download", (src.span,), ())

@@ -254,7 +254,7 @@ class ReferenceDevice:
 
     def gather_view(self, info: TensorInfo, slot: Array, raw: Array) -> None: ...
 
-    def upload(self, dst: Array, src: Array) -> None:
+    def upload(self, dst: Array, src: Array, queue: Any = None) -> None:
         dst[...] = src
 
     def download(self, src: Array) -> Array:

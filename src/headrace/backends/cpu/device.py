@@ -115,7 +115,7 @@ class CpuDevice:
 
     def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
 
-    def upload(self, dst: Array, src: Array) -> None:
+    def upload(self, dst: Array, src: Array, queue: Any = None) -> None:
         dst[...] = src
 
     def download(self, src: Array) -> Array:

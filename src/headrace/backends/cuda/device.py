@@ -186,9 +186,9 @@ class CudaDevice:
             direct = False
             self.copy.host = HostCopier(ranges, budget_bytes, max(1, (os.cpu_count() or 2) - 2), direct)
 
-    def upload(self, dst: torch.Tensor, src: NDArray[Any]) -> None:
+    def upload(self, dst: torch.Tensor, src: NDArray[Any], queue: CudaQueue | None = None) -> None:
         source = torch.from_numpy(np.ascontiguousarray(src))
-        with self.compute.here():
+        with (queue or self.compute).here():
             dst.copy_(source.pin_memory() if self.compute.stream else source, non_blocking=True)
 
     def download(self, src: torch.Tensor) -> NDArray[Any]:
