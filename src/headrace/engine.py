@@ -1,6 +1,7 @@
 """The only wiring file: opens a model, plans, loads, and offers it as an Engine."""
 
 import logging
+import operator
 import os
 import threading
 import time
@@ -147,6 +148,8 @@ class Engine:
         wanted = list(range(len(ids))) if rows is None else [int(r) for r in rows]
         if any(not -len(ids) <= r < len(ids) for r in wanted):
             raise UserError(f"rows {rows}: the text has {len(ids)} tokens")
+        if len(ids) > self.plan.n_ctx:
+            raise UserError(f"the text has {len(ids)} tokens, the context {self.plan.n_ctx}; raise n_ctx (-c)")
         order = sorted({r % len(ids) for r in wanted})
         with self._turn():
             self.cache.trim(self.sequence, 0)
@@ -214,7 +217,12 @@ class Engine:
             self._busy.release()
 
     def _checked(self, token_ids: Seq[int]) -> list[int]:
-        ids = [int(t) for t in token_ids]
+        try:
+            ids = [operator.index(t) for t in token_ids]
+        except TypeError:
+            raise UserError(
+                f"token ids must be whole numbers, not {token_ids!r:.40}; engine.tokenize makes them"
+            ) from None
         if bad := [t for t in ids if not 0 <= t < self.spec.n_vocab]:
             raise UserError(f"token {bad[0]} is outside the vocabulary of {self.spec.n_vocab}")
         return ids

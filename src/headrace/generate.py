@@ -19,7 +19,7 @@ from .tokenizer import Tokenizer
 class Piece:
     """One token's worth of output; `text` may be empty while a character is incomplete.
 
-    `finish` is "" but for the last piece: "stop" (end of text or a stop string), "length" (n_predict) or "context".
+    `finish` is "" but for the last piece: "stop" (end of text), "length" (n_predict) or "context".
     """
 
     token: int

@@ -56,7 +56,9 @@ class SamplingParams:
             "top_p": (0 < self.top_p <= 1, "over 0, up to 1 (off)"),
             "min_p": (0 <= self.min_p <= 1, "0 (off) to 1"),
             "typical_p": (0 < self.typical_p <= 1, "over 0, up to 1 (off)"),
-            "repeat_penalty": (self.repeat_penalty > 0, "over 0; 1 is off"),
+            "repeat_penalty": (0 < self.repeat_penalty <= 1000, "over 0, up to 1000; 1 is off"),
+            "presence_penalty": (abs(self.presence_penalty) <= 1000, "-1000 to 1000; 0 is off"),
+            "frequency_penalty": (abs(self.frequency_penalty) <= 1000, "-1000 to 1000; 0 is off"),
             "repeat_last_n": (self.repeat_last_n >= -1, "-1 (all), 0 (off) or more"),
             "seed": (self.seed is None or self.seed >= 0, "0 or more"),
         }

@@ -62,3 +62,16 @@ def test_a_forked_process_is_told_to_open_its_own(path: Path) -> None:
                 os._exit(7)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+@pytest.mark.parametrize("ids", ["abc", [None], [1.7], [1, "2"]])
+def test_token_ids_that_are_no_numbers_are_refused_in_one_line(path: Path, ids: object) -> None:
+    with headrace.open(path, n_ctx=128) as engine, pytest.raises(UserError, match="must be whole numbers"):
+        engine.logits(ids)  # type: ignore[arg-type]
+
+
+def test_a_text_longer_than_the_context_is_refused_before_it_is_computed(path: Path) -> None:
+    with headrace.open(path, n_ctx=128) as engine:
+        with pytest.raises(UserError, match="has 129 tokens, the context 128"):
+            engine.logits([1] * 129)
+        assert engine.sequence.n_past == 0
