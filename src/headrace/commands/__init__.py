@@ -84,7 +84,8 @@ def dispatch(argv: Sequence[str]) -> int:
         raise UserError(f"no command {name!r}; {hint}")
     module = module_of(name)
     args = command_parser(name, module).parse_args(rest)
-    logging.basicConfig(format="headrace: %(message)s", level=logging.INFO if args.verbose else logging.WARNING)
+    level = logging.INFO if args.verbose else logging.ERROR if getattr(args, "quiet", False) else logging.WARNING
+    logging.basicConfig(format="headrace: %(message)s", level=level)
     return module.run(args) or 0
 
 
