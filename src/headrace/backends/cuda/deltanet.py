@@ -79,12 +79,11 @@ def prepare_kernel(
     strict = tl.where(lower, b[:, None] * gamma * kk, 0.0)
     # (I + A)^-1 = (I - A)(I + A^2)(I + A^4)...: exact after log2(CHUNK) factors, as A^CHUNK = 0
     eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    inverse = eye - strict
-    power = tl.dot(strict, strict, input_precision="tf32x3")
+    inverse, power = eye - strict, strict
     n_done = 2
     while n_done < CHUNK:
-        inverse += tl.dot(inverse, power, input_precision="tf32x3")
         power = tl.dot(power, power, input_precision="tf32x3")
+        inverse += tl.dot(inverse, power, input_precision="tf32x3")
         n_done *= 2
     t = inverse.to(kt.dtype)
     u = tl.dot(t, (b[:, None] * vt.to(tl.float32)).to(kt.dtype))
