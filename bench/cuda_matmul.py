@@ -40,7 +40,7 @@ def run_dequant(raw, out, n_rows, n_in, rows, warps):
     grid = (triton.cdiv(n_rows, rows) * (n_in // 256),)
     dequant.dequant_kernel[grid](
         raw, raw, out, n_rows, n_in // 256, n_in // 256 * 144,
-        DECODE=decoders.q4_k, BLOCK=256, BLOCK_BYTES=144, ROWS=rows, num_warps=warps,
+        DECODE=decoders.DECODERS["Q4_K"], BLOCK=256, BLOCK_BYTES=144, ROWS=rows, num_warps=warps,
     )  # fmt: skip
 
 

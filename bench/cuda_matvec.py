@@ -31,8 +31,8 @@ if __name__ == "__main__":
                         for w in ws:
                             matvec.matvec_kernel[(triton.cdiv(n, rows), 1)](
                                 x, w, w, x, out, n, k // 256, k // 256 * 144, k, n, ADD=False, HAS_BIAS=False,
-                                ACT=tl.bfloat16, DECODE=decoders.q4_k, BLOCK=256, BLOCK_BYTES=144, ROWS=rows,
-                                UNROLL=unroll, num_warps=warps,
+                                ACT=tl.bfloat16, DECODE=decoders.DECODERS["Q4_K"], BLOCK=256, BLOCK_BYTES=144,
+                                ROWS=rows, UNROLL=unroll, num_warps=warps,
                             )  # fmt: skip
 
                     graph = torch.cuda.CUDAGraph()

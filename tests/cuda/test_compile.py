@@ -249,7 +249,7 @@ def specimens(capability: int) -> list[Specimen]:
             "embed",
             rows.embed_kernel,
             {"table": "*u8", "lut": "*i32", "ids": "*i32", "out": "*fp32"},
-            {"DECODE": decoders.q4_k, "BLOCK": 256, "BLOCK_BYTES": 144},
+            {"DECODE": decoders.DECODERS["Q4_K"], "BLOCK": 256, "BLOCK_BYTES": 144},
         )
     )
     return out

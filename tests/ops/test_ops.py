@@ -10,7 +10,6 @@ import pytest
 
 from headrace.backends import open_device
 from headrace.backends.base import Device
-from headrace.quants import TYPES
 from ops.cases import CASES, Case, Result
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -49,11 +48,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_against_the_reference(case: Case, device: Device) -> None:
     name = "cuda" if device.info.kind == "gpu" else "cpu"
-    if name == "cuda":
-        from headrace.backends.cuda.decoders import DECODERS
-
-        if case.name.split()[-1] in set(TYPES) - set(DECODERS):
-            pytest.skip("this tensor type has no CUDA decoder yet")
     found = wrong(case.run(open_device("reference")), case.run(device), *LIMITS[name][case.tolerance])
     assert not found, found
 

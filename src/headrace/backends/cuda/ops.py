@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
 from . import attention, deltanet, experts, gemm, router, rows
-from .decoders import DECODERS, TABLES, decode_block
+from .decoders import DECODERS, decode_block, table
 from .dequant import dequant_kernel
 from .scratch import ScratchRing
 from .tiles import Tiles, pick
@@ -59,7 +59,7 @@ class CudaOps:
     def lut(self, name: str) -> Tensor:
         """The type's lookup table, int32 (a lone 0 if it needs none)."""
         if name not in self.tables:
-            self.tables[name] = torch.tensor(TABLES.get(name, (0,)), dtype=torch.int32, device=self.where)
+            self.tables[name] = torch.from_numpy(table(name)).to(self.where)
         return self.tables[name]
 
     def rms_norm(self, out: Tensor, x: Tensor, weight: Any, eps: float) -> None:
@@ -147,7 +147,7 @@ class CudaOps:
         t = w.info.type
         block = decode_block(t.name, t.block)
         row_bytes, n_blocks = t.row_bytes(n_in), n_in // block
-        per = 8 if block == 256 else 64
+        per = 2048 // block
         dequant_kernel[(triton.cdiv(n_rows, per) * n_blocks,)](
             w.data[first * row_bytes :], self.lut(t.name), out, n_rows, n_blocks, row_bytes, DECODE=DECODERS[t.name],
             BLOCK=block, BLOCK_BYTES=block * t.block_bytes // t.block, ROWS=per, num_warps=2,

@@ -1,16 +1,12 @@
-"""Tile decoders: one Triton function per GGUF tensor type, passed to the generic kernels as a constexpr.
-
-`decode(p, lut)` takes uint8 pointers [R] to the first byte of one block in each of R rows and returns the block's
-weights as float32 [R, block]; `lut` points to the type's lookup table (see `TABLES`), or nowhere. Layouts are those
-of `headrace.quants`, which is the definition; bytes are shared by neighbouring lanes, so they are fetched from cache.
-"""
+"""Decoders of the types whose weights are numbers of a few bits, scaled: see `headrace.quants.scalar_types`."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _f16(p):
+def f16_at(p):
+    """The float16 at each address, float32."""
     return tl.load(p.to(tl.pointer_type(tl.float16))).to(tl.float32)
 
 
@@ -29,14 +25,15 @@ def f16(p, lut):
 @triton.jit
 def bf16(p, lut):
     k = tl.arange(0, 32)[None, :]
-    return tl.load(p.to(tl.pointer_type(tl.bfloat16))[:, None] + k).to(tl.float32)
+    bits = tl.load(p.to(tl.pointer_type(tl.uint16))[:, None] + k).to(tl.uint32) << 16
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def q8_0(p, lut):
     k = tl.arange(0, 32)[None, :]
     q = tl.load(p.to(tl.pointer_type(tl.int8))[:, None] + 2 + k).to(tl.float32)
-    return _f16(p)[:, None] * q
+    return f16_at(p)[:, None] * q
 
 
 @triton.jit
@@ -48,7 +45,7 @@ def _scales_k4(p):
     last = tl.load(s + (j & 3) + 8).to(tl.int32)
     scale = tl.where(j < 4, low & 63, (last & 15) | ((low >> 6) << 4))
     minimum = tl.where(j < 4, high & 63, (last >> 4) | ((high >> 6) << 4))
-    return _f16(p)[:, None] * scale.to(tl.float32), _f16(p + 2)[:, None] * minimum.to(tl.float32)
+    return f16_at(p)[:, None] * scale.to(tl.float32), f16_at(p + 2)[:, None] * minimum.to(tl.float32)
 
 
 @triton.jit
@@ -62,7 +59,7 @@ def q4_k(p, lut):
 @triton.jit
 def q6_k(p, lut):
     j = tl.arange(0, 16)[None, :]  # sub-block of 16
-    d = _f16(p + 208)[:, None] * tl.load(p.to(tl.pointer_type(tl.int8))[:, None] + 192 + j).to(tl.float32)
+    d = f16_at(p + 208)[:, None] * tl.load(p.to(tl.pointer_type(tl.int8))[:, None] + 192 + j).to(tl.float32)
     jj = tl.arange(0, 16)[None, :, None]
     i = tl.arange(0, 16)[None, None, :]
     half, quarter, part = jj >> 3, (jj >> 1) & 3, (jj & 1) * 16 + i
@@ -77,14 +74,14 @@ def q6_k(p, lut):
 def q4_0(p, lut):
     j, i = tl.arange(0, 2)[None, :, None], tl.arange(0, 16)[None, None, :]
     q = (tl.load(p[:, None, None] + 2 + i).to(tl.int32) >> (4 * j)) & 15
-    return tl.reshape(_f16(p)[:, None, None] * (q - 8).to(tl.float32), (p.shape[0], 32))
+    return tl.reshape(f16_at(p)[:, None, None] * (q - 8).to(tl.float32), (p.shape[0], 32))
 
 
 @triton.jit
 def q4_1(p, lut):
     j, i = tl.arange(0, 2)[None, :, None], tl.arange(0, 16)[None, None, :]
     q = (tl.load(p[:, None, None] + 4 + i).to(tl.int32) >> (4 * j)) & 15
-    w = _f16(p)[:, None, None] * q.to(tl.float32) + _f16(p + 2)[:, None, None]
+    w = f16_at(p)[:, None, None] * q.to(tl.float32) + f16_at(p + 2)[:, None, None]
     return tl.reshape(w, (p.shape[0], 32))
 
 
@@ -100,7 +97,7 @@ def q5_0(p, lut):
     j, i = tl.arange(0, 2)[None, :, None], tl.arange(0, 16)[None, None, :]
     q = (tl.load(p[:, None, None] + 6 + i).to(tl.int32) >> (4 * j)) & 15
     q |= _fifth_bits(p + 2, j, i)
-    return tl.reshape(_f16(p)[:, None, None] * (q - 16).to(tl.float32), (p.shape[0], 32))
+    return tl.reshape(f16_at(p)[:, None, None] * (q - 16).to(tl.float32), (p.shape[0], 32))
 
 
 @triton.jit
@@ -108,7 +105,7 @@ def q5_1(p, lut):
     j, i = tl.arange(0, 2)[None, :, None], tl.arange(0, 16)[None, None, :]
     q = (tl.load(p[:, None, None] + 8 + i).to(tl.int32) >> (4 * j)) & 15
     q |= _fifth_bits(p + 4, j, i)
-    w = _f16(p)[:, None, None] * q.to(tl.float32) + _f16(p + 2)[:, None, None]
+    w = f16_at(p)[:, None, None] * q.to(tl.float32) + f16_at(p + 2)[:, None, None]
     return tl.reshape(w, (p.shape[0], 32))
 
 
@@ -124,8 +121,8 @@ def q5_k(p, lut):
 @triton.jit
 def q2_k(p, lut):
     s = tl.load(p[:, None] + tl.arange(0, 16)[None, :]).to(tl.int32)
-    d = _f16(p + 80)[:, None] * (s & 15).to(tl.float32)
-    m = _f16(p + 82)[:, None] * (s >> 4).to(tl.float32)
+    d = f16_at(p + 80)[:, None] * (s & 15).to(tl.float32)
+    m = f16_at(p + 82)[:, None] * (s >> 4).to(tl.float32)
     j, i = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     q = (tl.load(p[:, None, None] + 16 + (j >> 3) * 32 + (j & 1) * 16 + i).to(tl.int32) >> (((j >> 1) & 3) * 2)) & 3
     return tl.reshape(d[:, :, None] * q.to(tl.float32) - m[:, :, None], (p.shape[0], 256))
@@ -136,31 +133,11 @@ def q3_k(p, lut):
     k = tl.arange(0, 16)[None, :]
     low = (tl.load(p[:, None] + 96 + (k & 7)).to(tl.int32) >> ((k >> 3) * 4)) & 15
     high = (tl.load(p[:, None] + 104 + (k & 3)).to(tl.int32) >> ((k >> 2) * 2)) & 3
-    d = _f16(p + 108)[:, None] * ((low | (high << 4)) - 32).to(tl.float32)
+    d = f16_at(p + 108)[:, None] * ((low | (high << 4)) - 32).to(tl.float32)
     j, i = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     q = (tl.load(p[:, None, None] + 32 + (j >> 3) * 32 + (j & 1) * 16 + i).to(tl.int32) >> (((j >> 1) & 3) * 2)) & 3
     h = (tl.load(p[:, None, None] + (j & 1) * 16 + i).to(tl.int32) >> (j >> 1)) & 1
     return tl.reshape(d[:, :, None] * (q - 4 * (1 - h)).to(tl.float32), (p.shape[0], 256))
-
-
-@triton.jit
-def iq4_nl(p, lut):
-    j, i = tl.arange(0, 2)[None, :, None], tl.arange(0, 16)[None, None, :]
-    q = (tl.load(p[:, None, None] + 2 + i).to(tl.int32) >> (4 * j)) & 15
-    w = _f16(p)[:, None, None] * tl.load(lut + q).to(tl.float32)
-    return tl.reshape(w, (p.shape[0], 32))
-
-
-@triton.jit
-def iq4_xs(p, lut):
-    k = tl.arange(0, 8)[None, :]
-    high = tl.load(p[:, None] + 2 + (k >> 2)).to(tl.int32) >> ((k & 3) * 2)
-    low = tl.load(p[:, None] + 4 + (k >> 1)).to(tl.int32) >> ((k & 1) * 4)
-    d = _f16(p)[:, None] * (((low & 15) | ((high & 3) << 4)) - 32).to(tl.float32)
-    j, i = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    q = (tl.load(p[:, None, None] + 8 + (j >> 1) * 16 + i).to(tl.int32) >> ((j & 1) * 4)) & 15
-    w = tl.reshape(tl.load(lut + q).to(tl.float32), (p.shape[0], 8, 32)) * d[:, :, None]
-    return tl.reshape(w, (p.shape[0], 256))
 
 
 @triton.jit
@@ -173,21 +150,35 @@ def mxfp4(p, lut):
     return tl.reshape(w, (p.shape[0], 32))
 
 
-DECODERS = {
-    "F32": f32, "F16": f16, "BF16": bf16, "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0,
-    "Q2_K": q2_k, "Q3_K": q3_k, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "IQ4_NL": iq4_nl, "IQ4_XS": iq4_xs,
-    "MXFP4": mxfp4,
-}  # fmt: skip
-"""Tensor type -> decoder. Float types decode 32 weights at a time, the others one block."""
-
-_NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TABLES = {
-    "IQ4_NL": _NON_LINEAR, "IQ4_XS": _NON_LINEAR,
-    "MXFP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
-}  # fmt: skip
-"""int32 lookup tables by tensor type."""
+@triton.jit
+def nvfp4(p, lut):
+    s, i = tl.arange(0, 4)[None, :, None], tl.arange(0, 16)[None, None, :]
+    q = (tl.load(p[:, None, None] + 4 + s * 8 + (i & 7)).to(tl.int32) >> ((i >> 3) * 4)) & 15
+    code = tl.load(p[:, None] + tl.arange(0, 4)[None, :]).to(tl.int32)
+    d = tl.load(lut + 16 + code).to(tl.float32, bitcast=True)  # the scales' bits follow the values
+    return tl.reshape(d[:, :, None] * tl.load(lut + q).to(tl.float32), (p.shape[0], 64))
 
 
-def decode_block(name: str, block: int) -> int:
-    """Weights that one call of a type's decoder yields per row."""
-    return 32 if name in ("F32", "F16", "BF16") else block
+@triton.jit
+def tq1_0(p, lut):
+    k = tl.arange(0, 256)[None, :]
+    n = tl.where(k < 160, k, tl.where(k < 240, k - 160, k - 240))
+    shift = tl.where(k < 160, 5, tl.where(k < 240, 4, 2))  # 32 bytes of five digits, 16 of five, 4 of four
+    byte = tl.where(k < 160, 0, tl.where(k < 240, 32, 48)) + (n & ((1 << shift) - 1))
+    power = tl.load(lut + (n >> shift))
+    q = (((tl.load(p[:, None] + byte).to(tl.int32) * power) & 255) * 3) >> 8
+    return f16_at(p + 52)[:, None] * (q - 1).to(tl.float32)
+
+
+@triton.jit
+def tq2_0(p, lut):
+    k = tl.arange(0, 256)[None, :]
+    q = (tl.load(p[:, None] + (k >> 7) * 32 + (k & 31)).to(tl.int32) >> (((k >> 5) & 3) * 2)) & 3
+    return f16_at(p + 64)[:, None] * (q - 1).to(tl.float32)
+
+
+@triton.jit
+def q1_0(p, lut):
+    k = tl.arange(0, 128)[None, :]
+    q = (tl.load(p[:, None] + 2 + (k >> 3)).to(tl.int32) >> (k & 7)) & 1
+    return f16_at(p)[:, None] * (2 * q - 1).to(tl.float32)
