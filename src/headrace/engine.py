@@ -32,7 +32,7 @@ from .program import Program
 from .runner import Progress, Runner
 from .sampling import SamplingParams
 from .stats import Stats
-from .stream import ExpertStream
+from .stream import MORE_MEMORY, ExpertStream
 from .tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("headrace")
@@ -92,15 +92,18 @@ class Engine:
             streamed = {name: self.file.tensors[name] for name in self.plan.streamed}
             if streamed:
                 self.device.pin(self.host.ranges(streamed.values()), lockable_bytes())
-            self.stream = ExpertStream(
-                self.device, self.program, streamed, self.plan.n_slots, self.plan.slot_bytes, weights, self.host.bytes
-            )
             self.cache = KVCache(
                 self.device, self.spec, self.plan.n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v
             )
+            self.stream = ExpertStream(
+                self.device, self.program, streamed, self.plan.n_slots, self.plan.slot_bytes, weights, self.host.bytes,
+                self.host.check,
+            )  # fmt: skip
             self.runner = Runner(self.program, self.plan, self.device, self.cache, self.stream, weights)
-        except BaseException:
+        except BaseException as e:
             self.device.close()
+            if isinstance(e, MemoryError):
+                raise UserError(f"{e or 'out of memory'}; {MORE_MEMORY}") from None
             raise
         self.sequence = self.cache.sequence()
         self.stats.load_s = time.perf_counter() - start_s
@@ -213,6 +216,8 @@ class Engine:
             elif text is not self._text:
                 raise UserError("the engine has been given another text since: generate anew to go on with this one")
             yield
+        except MemoryError as e:
+            raise UserError(f"{e or 'out of memory'}; {MORE_MEMORY}") from None
         finally:
             self._busy.release()
 
@@ -232,8 +237,10 @@ class Engine:
     def close(self) -> None:
         """Stops the device and lets go of the file; twice is fine."""
         self._closed = True
-        self.device.close()
-        self.host.close()
+        try:
+            self.device.close()
+        finally:
+            self.host.close()
 
     def __enter__(self) -> "Engine":
         return self

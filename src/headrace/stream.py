@@ -5,6 +5,7 @@ Each slot has two events. Copy queue: wait `free`, copy, record `ready`. Compute
 `free`. The host never waits.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -16,6 +17,9 @@ from .errors import UserError
 from .gguf import TensorInfo
 from .program import ExpertWeights, Program, Step
 from .trace import Trace
+
+log = logging.getLogger("headrace")
+MORE_MEMORY = "lower -c or -ub, or leave more experts on the host (-ncmoe)"
 
 
 class Slot:
@@ -31,14 +35,16 @@ class Slot:
 class ExpertStream:
     """Uploads streamed expert tensors and hands out every step's ExpertWeights.
 
-    `resident` holds the weights that need no upload; `host` gives a streamed tensor's bytes.
+    `resident` holds the weights that need no upload; `host` gives a streamed tensor's bytes; `check` raises if they
+    are not to be read any more, and is called before each pass.
     """
 
     def __init__(
         self, device: Device, program: Program, streamed: Mapping[str, TensorInfo], n_slots: int, slot_bytes: int,
         resident: Mapping[str, Weight], host: Callable[[TensorInfo], NDArray[np.uint8]],
+        check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.device, self.host, self.streamed = device, host, streamed
+        self.device, self.host, self.streamed, self.check = device, host, streamed, check
         self.uploaded_bytes, self.trace = 0, Trace()
         self.slots = self._allocate(program, n_slots, slot_bytes) if streamed else []
         names = [name for name in program.expert_tensors if name in streamed]
@@ -73,9 +79,14 @@ class ExpertStream:
 
     @contextmanager
     def pass_(self) -> Iterator[None]:
-        """Around one pass: if it fails midway every slot is released behind the work that was queued."""
+        """Around one pass: if it fails midway every slot is released behind the work that was queued.
+
+        A pass whose logits were read has failed too if a copy went wrong: UserError.
+        """
         try:
+            self.check()
             yield
+            self.device.check()
         except BaseException:
             self.device.copy.synchronize()
             self.release_all()
@@ -102,14 +113,23 @@ class ExpertStream:
         return [self.slot_of[name] for name in names if name in self.slot_of]
 
     def _allocate(self, program: Program, n_slots: int, slot_bytes: int) -> list[Slot]:
-        """Up to n_slots slots; keeps what could be allocated as long as one step can run."""
+        """n_slots slots, or what the memory allows: two steps' worth or more; else one step's, and no lookahead."""
         least = max(sum(name in self.streamed for name in s.experts.tensors) for s in program.steps if s.experts)
         slots: list[Slot] = []
         try:
             while len(slots) < n_slots:
                 slots.append(Slot(self.device, slot_bytes))
-        except MemoryError:
-            if len(slots) < least:
-                mib = f"{least} slots of {slot_bytes / 2**20:.0f} MiB"
-                raise UserError(f"{self.device.info.name}: no memory for {mib}; lower -ngl or -c") from None
+        except MemoryError as e:
+            n_kept = len(slots) if len(slots) >= 2 * least else least if len(slots) >= least else 0
+            self.device.copy.synchronize()
+            self.device.compute.synchronize()
+            del slots[n_kept:]
+            size = f"slots of {slot_bytes / 2**20:.0f} MiB"
+            if not slots:
+                raise UserError(f"{self.device.info.name}: no memory for {least} {size} ({e}); {MORE_MEMORY}") from None
+            log.warning(
+                "%d of %d %s: %s; %s. For more, %s", n_kept, n_slots, size, e,
+                "fewer uploads run ahead" if n_kept > least else "uploads do not run ahead of the computation",
+                MORE_MEMORY,
+            )  # fmt: skip
         return slots

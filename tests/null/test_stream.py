@@ -8,11 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import headrace
-from headrace.backends import null
-from headrace.backends.base import Device
 from headrace.commands import main
 from headrace.engine import Engine, open_engine
-from headrace.plan import Plan
 from headrace.runner import Runner
 from models.tiny import Tiny, write
 
@@ -97,41 +94,3 @@ def test_a_failing_step_frees_its_slots(model: Path, monkeypatch: pytest.MonkeyP
         assert engine.sequence.n_past == 0
         engine.runner.prefill(engine.sequence, [1] * 90)
         assert engine.device.hazards() == [] and engine.sequence.n_past == 90
-
-
-def test_slots_that_do_not_fit_leave_fewer_or_a_clear_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(model) as engine:
-        plan: Plan = engine.plan
-        before_slots = plan.n_bytes("resident")
-    for extra, n_slots in ((5, 5), (3, 3)):
-        limit = before_slots + extra * plan.slot_bytes + plan.slot_bytes // 2
-
-        def small(*args: object, limit: int = limit, **options: object) -> Device:
-            return _Limited(limit)
-
-        monkeypatch.setattr("headrace.engine.open_device", small)
-        with pytest.raises(MemoryError):  # the cache behind the slots no longer fits, but the slots were kept
-            opened(model)
-        assert _Limited.last is not None and _Limited.last.n_slots_kept(plan.slot_bytes) == n_slots
-
-
-class _Limited(null.NullDevice):
-    """Hands out so many bytes, then no more; claims to have plenty."""
-
-    last: "_Limited | None" = None
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(25.0, 1e14, 1 << 40)
-        self.limit, self.sizes = limit, []
-        _Limited.last = self
-
-    def alloc(self, shape: tuple[int, ...], dtype: str) -> null.NullTensor:
-        t = super().alloc(shape, dtype)
-        if self.allocated_bytes > self.limit:
-            self.allocated_bytes -= t.shape[0] if len(shape) == 1 else 0
-            raise MemoryError("full")
-        self.sizes.append(t.shape[0] if dtype == "u8" else 0)
-        return t
-
-    def n_slots_kept(self, slot_bytes: int) -> int:
-        return self.sizes.count(slot_bytes)

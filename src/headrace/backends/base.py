@@ -252,14 +252,18 @@ class Device(Protocol):
         """A weight that stays in pinned host memory: `decode_ops` fetch the experts that are routed to into their
         places in the slot. None where the device cannot."""
 
-    def pin(self, ranges: "list[MappedRange]", budget_bytes: int) -> None:
-        """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy."""
+    def pin(self, ranges: "list[MappedRange]", budget_bytes: int, register: bool = True) -> None:
+        """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy.
+        Unless `register`, none of them is page-locked."""
 
     def upload(self, dst: Tensor, src: NDArray[Any], queue: Queue | None = None) -> None:
         """Host to device on a queue (None: compute), without waiting; `src` may be reused on return."""
 
     def download(self, src: Tensor) -> NDArray[Any]:
         """Device to host; waits for the compute queue."""
+
+    def check(self) -> None:
+        """UserError if a copy from the mapped file went wrong: results that were read since are void."""
 
     def replay(self, key: Hashable) -> bool:
         """Runs what `record(key)` recorded; False if there is no such recording."""

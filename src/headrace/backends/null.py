@@ -281,7 +281,7 @@ class NullDevice:
         self.host_tensors[_address(raw)] = info.name
         return NullWeight(info, slot[: info.n_bytes], gathered=True) if self.gathers else None
 
-    def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
+    def pin(self, ranges: list[MappedRange], budget_bytes: int, register: bool = True) -> None: ...
 
     def upload(self, dst: NullTensor, src: NDArray[Any], queue: "NullQueue | None" = None) -> None:
         self.check_memory("upload", (), (dst.span,))
@@ -292,6 +292,8 @@ class NullDevice:
         self.compute.give("download", (src.span,), (), 0.0)
         self.compute.synchronize()
         return np.zeros(src.shape, np.float32)
+
+    def check(self) -> None: ...
 
     def replay(self, key: Hashable) -> bool:
         if key not in self.recordings:

@@ -260,6 +260,8 @@ class ReferenceDevice:
     def download(self, src: Array) -> Array:
         return src.copy()
 
+    def check(self) -> None: ...
+
     def replay(self, key: Hashable) -> bool:
         return False
 

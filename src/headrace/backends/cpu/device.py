@@ -113,13 +113,15 @@ class CpuDevice:
 
     def gather_view(self, info: TensorInfo, slot: Array, raw: NDArray[np.uint8]) -> None: ...
 
-    def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None: ...
+    def pin(self, ranges: list[MappedRange], budget_bytes: int, register: bool = True) -> None: ...
 
     def upload(self, dst: Array, src: Array, queue: Any = None) -> None:
         dst[...] = src
 
     def download(self, src: Array) -> Array:
         return src.copy()
+
+    def check(self) -> None: ...
 
     def replay(self, key: Hashable) -> bool:
         program = self.programs.get(key)

@@ -6,7 +6,6 @@ Under TRITON_INTERPRET=1 the same code runs on the CPU with float16 activations,
 import ctypes
 import logging
 import math
-import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +21,7 @@ from ...gguf import TensorInfo
 from ...hostmem import MappedRange
 from ..base import DeviceInfo, HostEvent
 from .decode_ops import DecodeOps
+from .driver import cuda_driver
 from .hostcopy import HostCopier
 from .ops import CudaOps
 from .tiles import Tiles
@@ -180,11 +180,10 @@ class CudaDevice:
             return None
         return CudaWeight(info, slot, HostBytes(raw) if copier else torch.from_numpy(_writable(raw)))
 
-    def pin(self, ranges: list[MappedRange], budget_bytes: int) -> None:
+    def pin(self, ranges: list[MappedRange], budget_bytes: int, register: bool = True) -> None:
         """Page-locks mapped ranges within a budget, so that the copy queue reads them by DMA; the rest is staged."""
         if self.copy.stream:
-            direct = False
-            self.copy.host = HostCopier(ranges, budget_bytes, max(1, (os.cpu_count() or 2) - 2), direct)
+            self.copy.host = HostCopier(cuda_driver(self.where.index), ranges, budget_bytes, register=register)
 
     def upload(self, dst: torch.Tensor, src: NDArray[Any], queue: CudaQueue | None = None) -> None:
         source = torch.from_numpy(np.ascontiguousarray(src))
@@ -194,6 +193,10 @@ class CudaDevice:
     def download(self, src: torch.Tensor) -> NDArray[Any]:
         with self.compute.here():
             return src.cpu().numpy()
+
+    def check(self) -> None:
+        if self.copy.host:
+            self.copy.host.check()
 
     def replay(self, key: Hashable) -> bool:
         graph = self.graphs.get(key)
@@ -207,6 +210,14 @@ class CudaDevice:
     @contextmanager
     def record(self, key: Hashable) -> Iterator[None]:
         """The first run of a shape only runs (kernels compile, scratch grows); the second is captured as a graph."""
+        try:
+            with self._recorded(key):
+                yield
+        except torch.OutOfMemoryError:
+            raise MemoryError(f"{self.info.name}: no memory for the workspace of this batch") from None
+
+    @contextmanager
+    def _recorded(self, key: Hashable) -> Iterator[None]:
         if not self.compute.stream or key not in self.graphs:
             with self.compute.here():
                 self.ops.decoded.start()
@@ -224,9 +235,11 @@ class CudaDevice:
         self.replay(key)
 
     def close(self) -> None:
-        self.compute.synchronize()
-        self.copy.synchronize()
-        self.graphs.clear()
-        if self.copy.host:
-            self.copy.host.close()
-            self.copy.host = None
+        try:
+            self.compute.synchronize()
+            self.copy.synchronize()
+            self.graphs.clear()
+        finally:
+            if self.copy.host:
+                self.copy.host.close()
+                self.copy.host = None

@@ -4,7 +4,7 @@ runtime's (where the next unrelated call would fail)."""
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 PORTABLE, READ_ONLY = 1, 8
 WAIT_GEQ = 0
@@ -16,11 +16,46 @@ class DriverError(Exception):
     """A CUDA driver call failed; the text is the driver's name for the reason."""
 
 
+class Driver(Protocol):
+    """What the host memory ladder needs of a device. Addresses are integers, a stream is its handle; any call may
+    raise DriverError."""
+
+    def can_register_read_only(self) -> bool: ...
+
+    def register(self, address: int, n_bytes: int) -> None:
+        """Page-locks mapped memory for DMA, read-only; address and size are multiples of the page size."""
+
+    def register_writable(self, address: int, n_bytes: int) -> None:
+        """Page-locks ordinary memory."""
+
+    def unregister(self, address: int) -> None: ...
+
+    def device_pointer(self, address: int) -> int:
+        """The device's address of registered host memory."""
+
+    def copy_to_device(self, dst: int, src: int, n_bytes: int, stream: int) -> None: ...
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """Work queued on the stream after this waits until the uint32 at a device address is at least `value`."""
+
+    def write_value(self, stream: int, address: int, value: int) -> None: ...
+
+    def check_stream_numbers(self, address: int) -> None:
+        """Raises where streams cannot wait for numbers; `address` is the device's, of a uint32 0 that stays 0."""
+
+    def finish(self) -> None:
+        """Waits for all streams."""
+
+
 @cache
 def _lib() -> Any:
     lib = ctypes.CDLL("libcuda.so.1")
     u64, size, u32, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_void_p
     for name, argtypes in {
+        "cuDevicePrimaryCtxRetain": [ctypes.POINTER(pointer), ctypes.c_int],
+        "cuCtxPushCurrent_v2": [pointer],
+        "cuCtxPopCurrent_v2": [ctypes.POINTER(pointer)],
+        "cuCtxSynchronize": [],
         "cuMemHostRegister_v2": [pointer, size, u32],
         "cuMemHostUnregister": [pointer],
         "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(u64), pointer, u32],
@@ -34,49 +69,66 @@ def _lib() -> Any:
     return lib
 
 
-def call(name: str, *args: Any) -> None:
+def _call(name: str, *args: Any) -> None:
     """Raises DriverError with the driver's own name for what went wrong."""
     if code := getattr(_lib(), name)(*args):
         text = ctypes.c_char_p()
         _lib().cuGetErrorName(code, ctypes.byref(text))
-        raise DriverError(f"{name}: {(text.value or b'error').decode()} ({code})")
+        raise DriverError(f"{name.removesuffix('_v2')}: {(text.value or b'error').decode()} ({code})")
 
 
-def register(address: int, n_bytes: int) -> None:
-    """Page-locks mapped memory for DMA, read-only; address and size are multiples of the page size."""
-    call("cuMemHostRegister_v2", address, n_bytes, PORTABLE | READ_ONLY)
+class CudaDriver:
+    """A GPU by its number, from any thread: each call runs in the device's primary context, which is PyTorch's too."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.context = index, ctypes.c_void_p()
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), index)
+
+    def _call(self, name: str, *args: Any) -> None:
+        _call("cuCtxPushCurrent_v2", self.context)
+        try:
+            _call(name, *args)
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def can_register_read_only(self) -> bool:
+        found = ctypes.c_int()
+        _call("cuDeviceGetAttribute", ctypes.byref(found), READ_ONLY_HOST_REGISTER_SUPPORTED, self.index)
+        return bool(found.value)
+
+    def register(self, address: int, n_bytes: int) -> None:
+        self._call("cuMemHostRegister_v2", address, n_bytes, PORTABLE | READ_ONLY)
+
+    def register_writable(self, address: int, n_bytes: int) -> None:
+        self._call("cuMemHostRegister_v2", address, n_bytes, PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def device_pointer(self, address: int) -> int:
+        found = ctypes.c_uint64()
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), address, 0)
+        return found.value
+
+    def copy_to_device(self, dst: int, src: int, n_bytes: int, stream: int) -> None:
+        self._call("cuMemcpyHtoDAsync_v2", dst, src, n_bytes, stream)
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        self._call("cuStreamWaitValue32_v2", stream, address, value, WAIT_GEQ)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
+
+    def check_stream_numbers(self, address: int) -> None:
+        self.write_value(0, address, 0)
+        self.wait_value(0, address, 0)
+        self.finish()
+
+    def finish(self) -> None:
+        self._call("cuCtxSynchronize")
 
 
-def register_writable(address: int, n_bytes: int) -> None:
-    """Page-locks ordinary memory."""
-    call("cuMemHostRegister_v2", address, n_bytes, PORTABLE)
-
-
-def unregister(address: int) -> None:
-    call("cuMemHostUnregister", address)
-
-
-def device_pointer(address: int) -> int:
-    """The device's address of registered host memory."""
-    found = ctypes.c_uint64()
-    call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), address, 0)
-    return found.value
-
-
-def copy_to_device(dst: int, src: int, n_bytes: int, stream: int) -> None:
-    call("cuMemcpyHtoDAsync_v2", dst, src, n_bytes, stream)
-
-
-def wait_value(stream: int, address: int, value: int) -> None:
-    """Work queued on the stream after this waits until the uint32 at a device address is at least `value`."""
-    call("cuStreamWaitValue32_v2", stream, address, value, WAIT_GEQ)
-
-
-def write_value(stream: int, address: int, value: int) -> None:
-    call("cuStreamWriteValue32_v2", stream, address, value, 0)
-
-
-def can_register_read_only(device: int) -> bool:
-    found = ctypes.c_int()
-    call("cuDeviceGetAttribute", ctypes.byref(found), READ_ONLY_HOST_REGISTER_SUPPORTED, device)
-    return bool(found.value)
+@cache
+def cuda_driver(index: int) -> CudaDriver:
+    """The driver of a GPU, which has the same number for PyTorch (both heed CUDA_VISIBLE_DEVICES)."""
+    return CudaDriver(index)

@@ -1,32 +1,41 @@
-"""The host memory ladder of the CUDA device: how bytes of the mapped file get to the GPU.
+"""The host memory ladder of a CUDA device: how bytes of the mapped file get to the GPU.
 
-Each piece of about 1 GiB stands on its own rung: *registered* (its pages are locked, copies go by DMA at the link's
-speed) or *staged* (reader threads fill a small ring of locked buffers, the copy stream waits for each by number). Both
-give the same bytes. Pieces beyond the budget, or that the driver refuses, are staged, with one warning of the cost.
+Each piece of about 1 GiB, cut between experts, stands on its own rung:
+
+- *registered*: its pages are locked, copies go by DMA at the link's speed;
+- *staged*: reader threads fill a small ring of locked buffers, the copy stream waits for each by number;
+- *pageable*: where not even the ring can be locked, the driver copies through its own small buffer.
+
+All give the same bytes. What is not registered is warned of once, with the reason, the cost and the remedy.
 """
 
 import bisect
 import logging
 import os
+import weakref
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
 
-import numpy as np
-
-from ...hostmem import MappedRange
-from . import driver
-from .readers import Readers
+from ... import hostmem
+from ...errors import UserError
+from ...hostmem import PAGE_BYTES, MappedRange
+from .driver import Driver, DriverError
+from .readers import Ring, n_cores, release
 
 log = logging.getLogger("headrace")
 
-RING_BYTES = 16 << 20
-N_RING = 24
+BUFFER_BYTES, N_BUFFERS = 16 << 20, 24
 DIRECT_ALIGN = 4096
+"""Offset, length and address of a read with O_DIRECT are multiples of it."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a copy that stands on one rung."""
+    """Part of a copy that lies in one piece, or in none."""
 
     address: int
     n_bytes: int
@@ -35,111 +44,214 @@ class Span:
 
 def spans(address: int, n_bytes: int, pieces: list[MappedRange]) -> Iterator[Span]:
     """Cuts a copy at the borders of sorted, disjoint pieces, so that none crosses from one into another."""
-    starts, end = [p.address for p in pieces], address + n_bytes
+    end = address + n_bytes
     while address < end:
-        i = bisect.bisect_right(starts, address) - 1
+        i = bisect.bisect_right(pieces, address, key=lambda p: p.address) - 1
         piece = pieces[i] if i >= 0 and address < pieces[i].address + pieces[i].n_bytes else None
         if piece:
             stop = piece.address + piece.n_bytes
         else:
-            stop = starts[i + 1] if i + 1 < len(starts) else end
+            stop = pieces[i + 1].address if i + 1 < len(pieces) else end
         stop = min(stop, end)
         yield Span(address, stop - address, piece)
         address = stop
 
 
-class HostCopier:
-    """Page-locks what it may of the given ranges and copies from any of them; `close` releases everything."""
+@dataclass
+class Held:
+    """What must be given back in every exit path."""
 
-    def __init__(self, ranges: list[MappedRange], budget_bytes: int, n_readers: int, direct: bool) -> None:
-        self.pieces = sorted(ranges, key=lambda r: r.address)
+    driver: Driver
+    locked: list[int] = field(default_factory=list)
+    """Start addresses of page ranges, rising."""
+    rings: list[Ring] = field(default_factory=list)
+    files: list[FileIO] = field(default_factory=list)
+    process: int = field(default_factory=os.getpid)
+
+    def release(self) -> None:
+        """Waits for the streams, unlocks every page, closes the files; may be called again after an interrupt."""
+        if self.process != os.getpid():
+            return
+        while self.rings:
+            self.rings[-1].close()
+            self.rings.pop()
+        for address in self.locked:
+            hostmem.locked.pop(address, None)
+        release(self.driver, self.locked)
+        while self.files:
+            self.files.pop().close()
+
+
+class HostCopier:
+    """Copies from pieces of mapped files to device memory; locks what it may of them.
+
+    `budget_bytes` is what may be locked, and also the RAM that counts on for the page cache: pieces that it does not
+    cover are read with O_DIRECT, unless `direct` says otherwise. `register` "off" locks none of the pieces.
+    """
+
+    def __init__(
+        self, driver: Driver, pieces: list[MappedRange], budget_bytes: int, *, register: bool = True,
+        direct: bool | None = None, n_readers: int = 0, n_buffers: int = N_BUFFERS, buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:  # fmt: skip
+        self.driver, self.pieces = driver, sorted(pieces, key=lambda p: p.address)
         self.registered: set[int] = set()
-        self.direct, self.n_readers, self.readers = direct, n_readers, None
-        self.sequence, self.fds = 0, {}
-        reason = "" if driver.can_register_read_only(0) else "the driver cannot lock read-only mappings"
+        """Addresses of the pieces whose pages are locked."""
+        self.held = Held(driver)
+        self._finalizer = weakref.finalize(self, self.held.release)
+        total = sum(p.n_bytes for p in pieces)
+        if direct is None:
+            direct = total > budget_bytes
+        try:
+            reason = self._register(budget_bytes - n_buffers * buffer_bytes * (total > budget_bytes), register)
+            if len(self.registered) < len(pieces):
+                self._stage(n_readers or max(1, n_cores() - 2), n_buffers, buffer_bytes, direct)
+                self._warn(reason)
+        except BaseException:
+            self.close()
+            raise
+        for path, counts in self.by_shard().items():
+            log.info("%s: %s", path.name, ", ".join(f"{n / 2**20:.0f} MiB {rung}" for rung, n in counts.items()))
+
+    # choosing rungs
+
+    def _register(self, budget_bytes: int, wanted: bool) -> str:
+        """Locks pieces in order while the budget lasts; the first reason why one was left out."""
+        if not wanted:
+            return "--register-host off"
+        if not self.driver.can_register_read_only():
+            return "the driver cannot lock read-only mappings"
+        reason, locked_to = "", 0
         for piece in self.pieces:
-            if reason or budget_bytes < piece.n_bytes:
-                reason = reason or "--host-memory-limit or free memory leaves no more to lock"
+            if budget_bytes < piece.n_bytes:
+                reason = reason or "free memory, or --host-memory-limit, allows no more"
                 continue
-            try:
-                driver.register(piece.address, piece.n_bytes)
-            except driver.DriverError as e:
-                reason = str(e)
-                continue
+            # a page that two pieces share belongs to the first that locks it
+            start = max(locked_to, piece.address // PAGE_BYTES * PAGE_BYTES)
+            stop = -(-(piece.address + piece.n_bytes) // PAGE_BYTES) * PAGE_BYTES
+            if start < stop:
+                try:
+                    self._lock(start, stop - start)
+                except DriverError as e:
+                    reason = reason or str(e)
+                    continue
+                locked_to = stop
             self.registered.add(piece.address)
             budget_bytes -= piece.n_bytes
-        total = sum(p.n_bytes for p in self.pieces)
-        if reason and self.pieces:
-            log.warning(
-                "%.0f of %.0f MiB of experts are staged, not page-locked (%s): expect about 60 %% of the speed",
-                (total - self.registered_bytes) / 2**20, total / 2**20, reason,
-            )  # fmt: skip
-        if self.registered:
-            log.info("page-locked %.0f MiB of the mapped file", self.registered_bytes / 2**20)
+        return reason
 
-    @property
-    def registered_bytes(self) -> int:
-        return sum(p.n_bytes for p in self.pieces if p.address in self.registered)
+    def _lock(self, start: int, n_bytes: int) -> None:
+        self.held.locked.append(start)  # first: an interrupt may come between the two
+        try:
+            self.driver.register(start, n_bytes)
+        except DriverError:
+            self.held.locked.pop()
+            raise
+        hostmem.locked[start] = n_bytes
+
+    def _stage(self, n_readers: int, n_buffers: int, buffer_bytes: int, direct: bool) -> None:
+        self.no_ring = ""
+        self.sources: dict[Path, tuple[int, int]] = {}
+        """Where to read a shard's staged pieces: file descriptor, and the block that reads consist of."""
+        try:
+            self.held.rings.append(Ring(self.driver, n_readers, n_buffers, buffer_bytes))
+        except (DriverError, OSError, RuntimeError) as e:
+            self.no_ring = f"a ring of {n_buffers * buffer_bytes / 2**20:.0f} MiB: {e}"
+            return
+        for piece in self.pieces:
+            if piece.address not in self.registered and piece.path not in self.sources:
+                file = self._open_direct(piece, self.held.rings[0]) if direct else None
+                self.sources[piece.path] = (file.fileno(), DIRECT_ALIGN) if file else (piece.file.fileno(), 1)
+
+    def _open_direct(self, piece: MappedRange, ring: Ring) -> FileIO | None:
+        """The piece's file with O_DIRECT, or None with a message where the file system has no such thing."""
+        with suppress(OSError, AttributeError):
+            file = FileIO(str(piece.path), opener=lambda path, flags: os.open(path, flags | os.O_DIRECT))
+            self.held.files.append(file)
+            same = os.path.samestat(os.fstat(file.fileno()), os.fstat(piece.file.fileno()))
+            start = piece.offset_bytes // DIRECT_ALIGN * DIRECT_ALIGN
+            if same and os.preadv(file.fileno(), [memoryview(ring.block)[:DIRECT_ALIGN]], start):
+                return file
+        log.warning("%s cannot be read with O_DIRECT: reading goes through the page cache", piece.path)
+        return None
+
+    def _warn(self, reason: str) -> None:
+        n_bytes, total = self.bytes_by_rung(), sum(p.n_bytes for p in self.pieces)
+        pageable, rest = n_bytes["pageable"], n_bytes["staged"] + n_bytes["pageable"]
+        if pageable:
+            log.warning(
+                "%.0f of %.0f MiB of experts are copied from pageable memory, at about an eighth of the link's speed: "
+                "%s; nor could it lock %s. Free host memory or raise the container's limit",
+                rest / 2**20, total / 2**20, reason, self.no_ring,
+            )  # fmt: skip
+        else:
+            direct = any(align > 1 for _, align in self.sources.values())
+            log.warning(
+                "%.0f of %.0f MiB of experts are not page-locked but staged (%s): expect %s for them",
+                rest / 2**20, total / 2**20, reason, "the disk's speed" if direct else "about 60 % of the link's speed",
+            )  # fmt: skip
+
+    # asking
+
+    def rung(self, piece: MappedRange) -> str:
+        if piece.address in self.registered:
+            return "registered"
+        return "staged" if self.held.rings else "pageable"
+
+    def by_shard(self) -> dict[Path, Counter[str]]:
+        """Bytes on each rung, per shard."""
+        counts: dict[Path, Counter[str]] = {}
+        for piece in self.pieces:
+            counts.setdefault(piece.path, Counter())[self.rung(piece)] += piece.n_bytes
+        return counts
+
+    def bytes_by_rung(self) -> Counter[str]:
+        return sum(self.by_shard().values(), Counter())
 
     def is_registered(self, address: int, n_bytes: int) -> bool:
         """Whether a kernel may read the range in place."""
         found = spans(address, n_bytes, self.pieces)
         return all(span.piece is not None and span.piece.address in self.registered for span in found)
 
+    def check(self) -> None:
+        """UserError if a queued copy brought wrong bytes; to be asked once the copies are done. It stays so."""
+        for ring in self.held.rings:
+            if ring.broken:
+                raise UserError("a copy to the GPU failed and could not be taken back; open the model again")
+            if failure := ring.readers.failure if ring.readers else None:
+                path = next(path for path, (fd, _) in self.sources.items() if fd == failure.fd)
+                why = os.strerror(failure.errno) if failure.errno else "the file ended: it was cut while it was open"
+                raise UserError(f"{path}: cannot read at byte {failure.offset_bytes}: {why}; open the model again")
+
+    # copying
+
     def copy(self, dst: int, src: int, n_bytes: int, stream: int) -> None:
         """Queues a copy to device address `dst`; returns at once."""
+        self.check()
         for span in spans(src, n_bytes, self.pieces):
-            at = dst + span.address - src
-            if span.piece is None or span.piece.address in self.registered:
-                driver.copy_to_device(at, span.address, span.n_bytes, stream)
-            else:
-                self._staged(at, span, span.piece, stream)
+            at, piece = dst + span.address - src, span.piece
+            try:
+                if piece and self.rung(piece) == "registered":
+                    self._dma(at, span, stream)
+                elif piece and self.held.rings:
+                    fd, align = self.sources[piece.path]
+                    offset = piece.offset_bytes + span.address - piece.address
+                    self.held.rings[0].copy(fd, offset, span.n_bytes, at, stream, align)
+                else:
+                    self.driver.copy_to_device(at, span.address, span.n_bytes, stream)
+            except DriverError as e:
+                raise UserError(f"{piece.path if piece else 'host memory'}: a copy to the GPU failed: {e}") from None
 
-    def _staged(self, dst: int, span: Span, piece: MappedRange, stream: int) -> None:
-        if self.readers is None:
-            self._start_readers()
-        file_offset = piece.offset_bytes + span.address - piece.address
-        fd = self._fd(piece)
-        skip = file_offset % DIRECT_ALIGN if self.direct else 0
-        for start in range(0, span.n_bytes, RING_BYTES - DIRECT_ALIGN):
-            n = min(RING_BYTES - DIRECT_ALIGN, span.n_bytes - start)
-            buffer, self.sequence = self.sequence % N_RING, self.sequence + 1
-            ring = self.ring.ctypes.data + buffer * RING_BYTES
-            n_read = -(-(skip + n) // DIRECT_ALIGN) * DIRECT_ALIGN if self.direct else n
-            self.readers.post(
-                fd, file_offset + start - skip, n_read, ring, buffer, self.sequence, max(0, self.sequence - N_RING)
-            )  # fmt: skip
-            driver.wait_value(stream, self.flags + 4 * buffer, self.sequence)
-            driver.copy_to_device(dst + start, ring + skip, n, stream)
-            driver.write_value(stream, self.flags + 4 * (N_RING + buffer), self.sequence)
-
-    def _fd(self, piece: MappedRange) -> int:
-        if piece.path not in self.fds:
-            self.fds[piece.path] = os.open(piece.path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
-        return self.fds[piece.path]
-
-    def _start_readers(self) -> None:
-        self.memory = np.zeros(N_RING * RING_BYTES + 2 * DIRECT_ALIGN, np.uint8)
-        start = -self.memory.ctypes.data % DIRECT_ALIGN
-        self.ring = self.memory[start : start + N_RING * RING_BYTES]
-        self.numbers = np.zeros(2 * DIRECT_ALIGN // 4, np.uint32)
-        start = -self.numbers.ctypes.data % DIRECT_ALIGN // 4
-        self.marks = self.numbers[start : start + 2 * N_RING]
-        driver.register_writable(self.ring.ctypes.data, self.ring.nbytes)
-        driver.register_writable(self.marks.ctypes.data, DIRECT_ALIGN)
-        self.flags = driver.device_pointer(self.marks.ctypes.data)
-        self.readers = Readers(self.n_readers, N_RING, self.marks[:N_RING], self.marks[N_RING:])
+    def _dma(self, dst: int, span: Span, stream: int) -> None:
+        """A copy may not cross from one locked range into the next."""
+        at, end, locked = span.address, span.address + span.n_bytes, self.held.locked
+        while at < end:
+            i = bisect.bisect_right(locked, at)
+            stop = min(end, locked[i]) if i < len(locked) else end
+            self.driver.copy_to_device(dst + at - span.address, at, stop - at, stream)
+            at = stop
 
     def close(self) -> None:
-        """After the streams are idle: stops the readers, unlocks every page, closes the files."""
-        if self.readers:
-            self.readers.close()
-            driver.unregister(self.ring.ctypes.data)
-            driver.unregister(self.marks.ctypes.data)
-            self.readers = None
-        for address in self.registered:
-            driver.unregister(address)
+        """Stops the readers, unlocks every page, closes the files; the streams should be idle."""
+        self.held.release()
         self.registered.clear()
-        for fd in self.fds.values():
-            os.close(fd)
-        self.fds.clear()
+        self._finalizer.detach()

@@ -1,97 +1,274 @@
 """Native reader threads: file pieces into a ring of page-locked buffers, ahead of the copy stream, without the GIL.
 
-A job is (fd, file offset, bytes, address, buffer, sequence number, awaited number). A reader takes the next job, waits
-until the buffer's previous copy is done (`done[buffer]`, written by the stream), reads, and publishes the sequence
-number in `filled[buffer]`, for which the stream waits. So neither Python nor the host waits on the path. Python threads
-doing the same fell from 16.9 to 0.8 GB/s beside a busy Python thread; a native loop kept 17.7.
+A job is one piece. A reader takes the next job, waits until the buffer's previous copy is done (`done[buffer]`, written
+by the stream), reads, and publishes the job's number in `filled[buffer]`, for which the stream waits. So neither Python
+nor the host waits on the path. Python threads doing the same fell from 16.9 to 0.8 GB/s beside a busy Python thread; a
+native loop kept 17.7.
+
+A number is always published, also for a piece that could not be read: the stream never hangs. The first failure is
+kept and ends all reading; who queued the copies must ask for it (`failure`) once they are done, before what they
+brought counts.
 """
 
 import ctypes
+import mmap
+import os
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from .driver import Driver, DriverError
 
 JOB = 8
-"""int64 numbers a job: fd, offset, n_bytes, address, buffer, sequence, awaited sequence, unused."""
-N_JOBS = 1 << 15
-POSTED, TAKEN, STOP, ERROR = 0, 8, 16, 24
-"""Positions in the control block of int64, one cache line each."""
+"""int64 numbers a job: fd, offset, bytes to read, bytes that must come, address, buffer, number, awaited number."""
+N_JOBS = 1 << 14
+"""Jobs that may be queued; who posts more waits."""
+POSTED, TAKEN, STOP, FAILING, FAILED, ERRNO, ERROR_FD, ERROR_OFFSET, SEMAPHORE = 0, 8, 16, 24, 32, 33, 34, 35, 40
+"""Positions in the control block of int64."""
+EINTR = 4
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_pread = _libc.pread
-_pread.argtypes, _pread.restype = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64], ctypes.c_int64
-_usleep = _libc.usleep
-_usleep.argtypes, _usleep.restype = [ctypes.c_uint32], ctypes.c_int
+_libc: Any = ctypes.CDLL(None)
+
+
+def _native(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(_libc, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_I64 = ctypes.c_int64
+_pread = _native("pread", _I64, ctypes.c_int, _I64, _I64, _I64)
+_usleep = _native("usleep", ctypes.c_int, ctypes.c_uint32)
+_sem_init = _native("sem_init", ctypes.c_int, _I64, ctypes.c_int, ctypes.c_uint32)
+_sem_wait = _native("sem_wait", ctypes.c_int, _I64)
+_sem_post = _native("sem_post", ctypes.c_int, _I64)
+_errno_address = _native("__errno_location", _I64)
 
 
 @intrinsic
 def _add(typing, address, value):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        p = builder.inttoptr(args[0], cgutils.intp_t.as_pointer())
-        return builder.atomic_rmw("add", p, args[1], "seq_cst")
+    """Adds to an int64, in one order for all threads; returns what was there."""
+
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        return b.atomic_rmw("add", b.inttoptr(args[0], ir.IntType(64).as_pointer()), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
 
 
-@njit(nogil=True)
-def _load(address: int) -> int:
-    return _add(address, 0)
+@intrinsic
+def _load32(typing, address):  # type: ignore[no-untyped-def]
+    """A uint32; what is read after it is not older."""
+
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        i32 = ir.IntType(32)
+        return b.zext(b.load_atomic(b.inttoptr(args[0], i32.as_pointer()), "acquire", 4, typ=i32), ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _store32(typing, address, value):  # type: ignore[no-untyped-def]
+    """Sets a uint32 behind everything that was written before."""
+
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        i32 = ir.IntType(32)
+        b.store_atomic(b.trunc(args[1], i32), b.inttoptr(args[0], i32.as_pointer()), "release", 4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @njit(nogil=True)
-def read_jobs(control: int, jobs: np.ndarray, filled: np.ndarray, done: np.ndarray) -> None:
+def _post(control: int) -> None:
+    """Makes the next job visible and wakes a reader."""
+    _add(control + 8 * POSTED, 1)
+    _sem_post(control + 8 * SEMAPHORE)
+
+
+@njit(nogil=True)
+def read_jobs(control: int, jobs: NDArray[np.int64], filled: int, done: int) -> None:
     """One reader's life: until `control[STOP]` is set."""
     while True:
-        job = _add(control + 8 * TAKEN, 1)
-        while _load(control + 8 * POSTED) <= job:
-            if _load(control + 8 * STOP):
+        while _sem_wait(control + 8 * SEMAPHORE) != 0:
+            pass  # a signal
+        if _add(control + 8 * STOP, 0):
+            return
+        job = _add(control + 8 * TAKEN, 1) % N_JOBS
+        fd, offset, n, least = jobs[job, 0], jobs[job, 1], jobs[job, 2], jobs[job, 3]
+        address, buffer, number, awaited = jobs[job, 4], jobs[job, 5], jobs[job, 6], jobs[job, 7]
+        naps = 0
+        while _load32(done + 4 * buffer) < awaited:
+            if _add(control + 8 * STOP, 0):
                 return
-            _usleep(20)
-        fd, offset, n, address, buffer, sequence, awaited = (
-            jobs[job % N_JOBS, 0], jobs[job % N_JOBS, 1], jobs[job % N_JOBS, 2], jobs[job % N_JOBS, 3],
-            jobs[job % N_JOBS, 4], jobs[job % N_JOBS, 5], jobs[job % N_JOBS, 6],
-        )  # fmt: skip
-        while done[buffer] < awaited:
-            if _load(control + 8 * STOP):
-                return
-            _usleep(20)
+            naps += 1
+            _usleep(min(20 + naps, 200))
         got = 0
-        while got < n:
+        while got < least and not _add(control + 8 * FAILED, 0):
             k = _pread(fd, address + got, n - got, offset + got)
-            if k <= 0:
-                _add(control + 8 * ERROR, 1)
-                break
-            got += k
-        _add(control + 8 * TAKEN + 8, 0)  # a full barrier: the bytes are there before the number says so
-        filled[buffer] = sequence
+            if k > 0:
+                got += k
+                continue
+            errno = _load32(_errno_address()) if k < 0 else 0
+            if errno == EINTR:
+                continue
+            if _add(control + 8 * FAILING, 1) == 0:
+                _add(control + 8 * ERRNO, errno)
+                _add(control + 8 * ERROR_FD, fd)
+                _add(control + 8 * ERROR_OFFSET, offset + got)
+                _add(control + 8 * FAILED, 1)
+            break
+        _store32(filled + 4 * buffer, number)
+
+
+@dataclass(frozen=True)
+class ReadFailure:
+    """`errno` is 0 where the file ended."""
+
+    errno: int
+    fd: int
+    offset_bytes: int
 
 
 class Readers:
-    """Starts n threads over shared arrays; `post` hands out work in order."""
+    """n threads over the numbers `filled` and `done` (uint32 [n_buffers] each); `post` hands out work in order."""
 
-    def __init__(self, n_threads: int, n_buffers: int, filled: np.ndarray, done: np.ndarray) -> None:
-        self.control = np.zeros(64, np.int64)
-        self.jobs = np.zeros((N_JOBS, JOB), np.int64)
-        self.filled, self.done, self.n_posted = filled, done, 0
-        args = (self.control.ctypes.data, self.jobs, filled, done)
-        self.threads = [threading.Thread(target=read_jobs, args=args, daemon=True) for _ in range(n_threads)]
-        for t in self.threads:
-            t.start()
-
-    def post(self, fd: int, offset: int, n_bytes: int, address: int, buffer: int, sequence: int, awaited: int) -> None:
-        self.jobs[self.n_posted % N_JOBS, :7] = (fd, offset, n_bytes, address, buffer, sequence, awaited)
-        self.n_posted += 1
-        self.control[POSTED] = self.n_posted
+    def __init__(self, n_threads: int, filled: NDArray[np.uint32], done: NDArray[np.uint32]) -> None:
+        assert len(filled) + n_threads < N_JOBS // 2
+        self.control, self.jobs = np.zeros(64, np.int64), np.zeros((N_JOBS, JOB), np.int64)
+        self.filled, self.done, self.threads = filled, done, list[threading.Thread]()
+        self.address = self.control.ctypes.data
+        _sem_init(self.address + 8 * SEMAPHORE, 0, 0)
+        args = (self.address, self.jobs, filled.ctypes.data, done.ctypes.data)
+        try:
+            for _ in range(n_threads):
+                self.threads.append(threading.Thread(target=read_jobs, args=args, daemon=True, name="headrace-reader"))
+                self.threads[-1].start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
-    def failed(self) -> bool:
-        """A read came short: the file was truncated or the disk failed."""
-        return bool(self.control[ERROR])
+    def n_posted(self) -> int:
+        return int(self.control[POSTED])
+
+    def post(self, fd: int, offset: int, n_bytes: int, n_least: int, address: int) -> int:
+        """Queues a read of n_bytes, of which n_least must come, into the buffer at `address`, which is that of the next
+        number. Returns the number."""
+        n, n_buffers = self.n_posted, len(self.filled)
+        # a slot is free once a reader has copied it: jobs further back than a ring and the readers are done
+        while n - self.control[TAKEN] >= N_JOBS - n_buffers - len(self.threads):
+            time.sleep(0.001)
+        self.jobs[n % N_JOBS] = (fd, offset, n_bytes, n_least, address, n % n_buffers, n + 1, max(0, n + 1 - n_buffers))
+        _post(self.address)
+        return n + 1
+
+    @property
+    def failure(self) -> ReadFailure | None:
+        if not self.control[FAILED]:
+            return None
+        return ReadFailure(*(int(self.control[i]) for i in (ERRNO, ERROR_FD, ERROR_OFFSET)))
 
     def close(self) -> None:
+        """Stops the threads; whoever still waits for a number gets it."""
         self.control[STOP] = 1
-        for t in self.threads:
+        started = [t for t in self.threads if t.ident]
+        for _ in started:
+            _sem_post(self.address + 8 * SEMAPHORE)
+        for t in started:
             t.join()
+        self.filled[:] = self.n_posted
+
+
+def portions(offset: int, n_bytes: int, buffer_bytes: int, align: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts a read into (start, skip, n): from the aligned `start`, `skip` bytes are not wanted and n are."""
+    position, end = offset, offset + n_bytes
+    while position < end:
+        start = position // align * align
+        stop = min(start + buffer_bytes, end)
+        yield start, position - start, stop - position
+        position = stop
+
+
+class Ring:
+    """Page-locked buffers that readers fill and a stream empties. DriverError where they cannot be locked."""
+
+    def __init__(self, driver: Driver, n_readers: int, n_buffers: int, buffer_bytes: int) -> None:
+        self.driver, self.n_buffers, self.buffer_bytes = driver, n_buffers, buffer_bytes
+        self.block, self.page = mmap.mmap(-1, n_buffers * buffer_bytes), mmap.mmap(-1, mmap.PAGESIZE)
+        self.address, numbers = np.frombuffer(self.block, np.uint8).ctypes.data, np.frombuffer(self.page, np.uint32)
+        assert 2 * n_buffers <= len(numbers)
+        self.locked: list[int] = []
+        self.readers: Readers | None = None
+        self.broken = False
+        try:
+            self._lock(self.address, len(self.block))
+            self._lock(numbers.ctypes.data, len(self.page))
+            self.numbers = driver.device_pointer(numbers.ctypes.data)
+            driver.check_stream_numbers(self.numbers)
+            self.readers = Readers(n_readers, numbers[:n_buffers], numbers[n_buffers : 2 * n_buffers])
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self, address: int, n_bytes: int) -> None:
+        self.locked.append(address)  # first: an interrupt may come between the two
+        self.driver.register_writable(address, n_bytes)
+
+    def copy(self, fd: int, offset: int, n_bytes: int, dst: int, stream: int, align: int) -> None:
+        """Queues file bytes to device memory; with O_DIRECT, `align` is the block that reads must consist of."""
+        for start, skip, n in portions(offset, n_bytes, self.buffer_bytes, align):
+            n_before = self.readers.n_posted
+            try:
+                self._copy(fd, start, skip, n, dst + start + skip - offset, stream, align)
+            except BaseException:
+                self._mend(n_before, stream)
+                raise
+
+    def _copy(self, fd: int, start: int, skip: int, n: int, dst: int, stream: int, align: int) -> None:
+        buffer = self.readers.n_posted % self.n_buffers
+        address = self.address + buffer * self.buffer_bytes
+        number = self.readers.post(fd, start, -(-(skip + n) // align) * align, skip + n, address)
+        self.driver.wait_value(stream, self.numbers + 4 * buffer, number)
+        self.driver.copy_to_device(dst, address + skip, n, stream)
+        self.driver.write_value(stream, self.numbers + 4 * (self.n_buffers + buffer), number)
+
+    def _mend(self, n_before: int, stream: int) -> None:
+        """After a failure: gives back the buffer of a piece that was posted, for which the next reader would wait."""
+        self.broken = True
+        number = self.readers.n_posted
+        if number > n_before:
+            buffer = n_before % self.n_buffers
+            self.driver.wait_value(stream, self.numbers + 4 * buffer, number)
+            self.driver.write_value(stream, self.numbers + 4 * (self.n_buffers + buffer), number)
+        self.broken = False
+
+    def close(self) -> None:
+        """Stops the readers, lets the streams run out, unlocks; may be called again after an interrupt."""
+        if self.readers:
+            self.readers.close()
+        release(self.driver, self.locked)
+
+
+def release(driver: Driver, locked: list[int]) -> None:
+    """Unlocks addresses, of which one may not have come to be locked; the list is empty after it."""
+    if locked:
+        with suppress(DriverError):
+            driver.finish()
+    while locked:
+        with suppress(DriverError):
+            driver.unregister(locked[-1])
+        locked.pop()
+
+
+def n_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
