@@ -35,6 +35,21 @@ def measure(engine, ids: list[int], n_rep: int) -> tuple[float, float]:
     return statistics.median(seconds), start_bytes
 
 
+def touched(engine, ids: list[int]) -> list[int]:
+    """How many experts each layer's tokens go to, counted in a first run of this shape, which is not recorded."""
+    ops, route, starts = engine.device.ops, engine.device.ops.route, []
+
+    def counted(out, *args, **kwargs):
+        route(out, *args, **kwargs)
+        starts.append(out.starts.clone())
+
+    ops.route = counted
+    engine.reset()
+    engine.runner.prefill(engine.sequence, ids)
+    del ops.route
+    return [int((s.diff() > 0).sum()) for s in starts]
+
+
 def profile(engine, ids: list[int]) -> None:
     import torch
 
@@ -85,12 +100,14 @@ if __name__ == "__main__":
                 rng = np.random.default_rng(0)
                 for n in tests:
                     ids = rng.integers(0, engine.spec.n_vocab, n).tolist()
+                    experts = touched(engine, ids) if n <= ubatch else []
                     s, n_bytes = measure(engine, ids, args.repeat)
                     upload_s = n_bytes / LINK_GBPS / 1e9
                     row = {
                         "test": f"pp{n}", "ncmoe": n_cpu_moe, "ubatch": ubatch, "tps": round(n / s), "s": round(s, 4),
                         "gb": round(n_bytes / 1e9, 2), "gbps": round(n_bytes / s / 1e9, 1),
                         "percent_of_upload_bound": round(100 * upload_s / s, 1), "open_s": round(opened_s, 1),
+                        "touched": round(statistics.mean(experts), 1) if experts else None,
                     }  # fmt: skip
                     print(json.dumps(row), flush=True)
                 if args.profile:
