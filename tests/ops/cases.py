@@ -197,7 +197,7 @@ def route_case(lab: Lab, t: int, spec: MoeSpec, bias: bool = False, ties: bool =
 
 def experts_case(
     lab: Lab, type_name: str, t: int, d: int = 256, f: int = 96, *, used: int = 2, ids: str = "", fused: bool = False,
-    bias: bool = False, down_type: str = "Q8_0", activation: str = "silu",
+    bias: bool = False, up_type: str = "", down_type: str = "Q8_0", activation: str = "silu",
 ) -> Result:  # fmt: skip
     spec = MoeSpec(5, used, f, 1e-6)
     wanted = {"": None, "one": np.tile([3, 1], (t, 1)), "alone": np.array([[4, 0]] + [[1, 2]] * (t - 1))}[ids]
@@ -206,7 +206,7 @@ def experts_case(
     if fused:
         gate, up = lab.weight(type_name, 5, 2 * f, d), None
     else:
-        gate, up = lab.weight(type_name, 5, f, d), lab.weight(type_name, 5, f, d)
+        gate, up = lab.weight(type_name, 5, f, d), lab.weight(up_type or type_name, 5, f, d)
     biases = [lab.vector(lab.normal(5, n)) if bias else None for n in (f, f, d)]
     lab.ops.expert_glu(h, lab.acts(t, d), r, gate, up, activation, biases[0], biases[1])
     lab.ops.expert_down(y, h, r, lab.weight(down_type, 5, d, f), biases[2])
@@ -284,6 +284,8 @@ CASES = [
     *(case(f"decode experts {n}", experts_case, n, 1, f=64, tolerance="product", decode=True) for n in TYPES),
     case("decode experts several", experts_case, "Q4_K", 3, tolerance="product", decode=True),
     case("decode experts fused", experts_case, "Q8_0", 1, fused=True, tolerance="product", decode=True),
+    case("decode experts two types", experts_case, "Q4_K", 2, d=256, f=32, up_type="Q6_K", bias=True,
+         tolerance="product", decode=True),
     case("decode experts biases", experts_case, "MXFP4", 1, bias=True, tolerance="product", decode=True),
     case("experts one a token", experts_case, "Q4_K", 9, used=1, tolerance="product"),
     case("experts gelu", experts_case, "Q8_0", 5, activation="gelu", tolerance="product"),
@@ -292,6 +294,7 @@ CASES = [
     case("experts one token alone", experts_case, "Q4_K", 12, ids="alone", tolerance="product"),
     case("experts fused", experts_case, "Q4_K", 9, fused=True, tolerance="product"),
     case("experts biases", experts_case, "MXFP4", 5, bias=True, tolerance="product"),
+    case("experts two types", experts_case, "Q4_K", 9, up_type="Q6_K", tolerance="product"),
     case("experts odd width", experts_case, "Q8_0", 20, d=96, f=1408, tolerance="product"),
     case("experts Q4_0 down", experts_case, "IQ4_XS", 6, d=512, f=64, down_type="Q4_0", tolerance="product"),
     case("delta one token", delta_case, (0, 1)),

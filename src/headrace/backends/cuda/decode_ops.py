@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import triton
 
-from ...errors import UserError
 from ..base import Routing
 from . import matvec
 from .decoders import DECODERS, decode_block
@@ -69,15 +68,16 @@ class DecodeOps(CudaOps):
         n_expert, _, d = gate.info.shape
         if not n:
             return
+        if up and up.info.type != gate.info.type:  # a program decodes one type
+            g, u = self.scratch("glu", 2 * n * n_ff, torch.float32)[: 2 * n * n_ff].view(2, n, n_ff)
+            self._expert_product(g, x, routing, gate, gate_bias)
+            self._expert_product(u, x, routing, up, up_bias)
+            self.glu(out, g, u, activation)
+            return
         block, constants = self._format(gate)
         row_bytes, expert_bytes = gate.info.type.row_bytes(d), gate.info.n_bytes // n_expert
         g = self._experts(gate, routing)
-        if up is None:
-            u = g[n_ff * row_bytes :]
-        elif up.info.type == gate.info.type:
-            u = self._experts(up, routing)
-        else:
-            raise UserError(f"tensors {gate.info.name!r} and {up.info.name!r} differ in type; CUDA wants them alike")
+        u = self._experts(up, routing) if up else g[n_ff * row_bytes :]
         matvec.expert_glu_vec_kernel[(triton.cdiv(n_ff, constants["ROWS"]), n)](
             x, g, u, self.lut(gate.info.type.name), gate_bias.floats() if gate_bias else x,
             up_bias.floats() if up_bias else x, out, routing.ids, n_ff, d // block, row_bytes, expert_bytes,
@@ -86,13 +86,16 @@ class DecodeOps(CudaOps):
         )  # fmt: skip
 
     def expert_down(self, out: Tensor, h: Tensor, routing: Routing, down: Any, bias: Any = None) -> None:
-        n, n_ff = h.shape
-        n_expert, d, _ = down.info.shape
-        if not n:
-            return
-        block, constants = self._format(down)
-        matvec.expert_down_vec_kernel[(triton.cdiv(d, constants["ROWS"]), n)](
-            h, self._experts(down, routing), self.lut(down.info.type.name), bias.floats() if bias else h, out,
-            routing.ids, d, n_ff // block, down.info.type.row_bytes(n_ff), down.info.n_bytes // n_expert, h.stride(0),
-            HAS_BIAS=bias is not None, **constants,
+        if out.shape[0]:
+            self._expert_product(out, h, routing, down, bias)
+
+    def _expert_product(self, out: Tensor, x: Tensor, routing: Routing, w: Any, bias: Any) -> None:
+        """out [entry, n_out] from x of as many rows or a row per token."""
+        n, n_out = out.shape
+        n_expert, _, n_in = w.info.shape
+        block, constants = self._format(w)
+        matvec.expert_matvec_kernel[(triton.cdiv(n_out, constants["ROWS"]), n)](
+            x, self._experts(w, routing), self.lut(w.info.type.name), bias.floats() if bias else x, out, routing.ids,
+            n_out, n_in // block, w.info.type.row_bytes(n_in), w.info.n_bytes // n_expert, x.stride(0),
+            TOP_K=n // x.shape[0], HAS_BIAS=bias is not None, **constants,
         )  # fmt: skip

@@ -67,18 +67,19 @@ def expert_glu_vec_kernel(
 
 
 @triton.jit
-def expert_down_vec_kernel(
-    h, down, lut, bias, out, ids, n_out, n_blocks, row_bytes, expert_bytes, h_stride,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    ROWS: tl.constexpr, UNROLL: tl.constexpr,
+def expert_matvec_kernel(
+    x, w, lut, bias, out, ids, n_out, n_blocks, row_bytes, expert_bytes, x_stride,
+    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, DECODE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """out [entry, n_out] = down h[entry]. Grid: (n_out / ROWS, entries)."""
+    """out [entry, n_out] = w x[entry // TOP_K]. Grid: (n_out / ROWS, entries)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     entry = tl.program_id(1)
     e = tl.load(ids + entry).to(tl.int64)
     safe = tl.minimum(rows, n_out - 1)
-    y = _dot_rows(down + e * expert_bytes, safe, row_bytes, h + entry.to(tl.int64) * h_stride, n_blocks, lut, ACT,
-                  DECODE, BLOCK, BLOCK_BYTES, ROWS, UNROLL)  # fmt: skip
+    xp = x + (entry // TOP_K).to(tl.int64) * x_stride
+    y = _dot_rows(w + e * expert_bytes, safe, row_bytes, xp, n_blocks, lut, ACT, DECODE, BLOCK, BLOCK_BYTES, ROWS,
+                  UNROLL)  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + e * n_out + safe)
     tl.store(out + entry.to(tl.int64) * n_out + rows, y.to(out.dtype.element_ty), mask=rows < n_out)
