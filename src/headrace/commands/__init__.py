@@ -18,7 +18,7 @@ from typing import NoReturn
 from .. import __version__
 from ..errors import UserError
 
-COMMANDS = ("run", "bench", "plan", "inspect", "synth")
+COMMANDS = ("run", "bench", "plan", "verify", "inspect", "synth")
 
 DESCRIPTION = """\
 headrace runs Mixture-of-Experts language models from GGUF files, also those
