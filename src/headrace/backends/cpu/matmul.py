@@ -140,25 +140,27 @@ def mul_mat_id(tid, team, a):
     if total == 0:
         return
     n_active = 0
-    e = take(team, 0, 1)  # phase 1: quantise the entries of an expert
-    while e < n_expert:
+    for e in range(n_expert):  # phase 1: quantise the entries of every expert that has some
         i, n = i32(starts, e), i32(starts, e + 1) - i32(starts, e)
-        T = 1 if by_rows(n, in_place) else 1 << tile_index(fmt, n)
-        for t in range(n):
-            row = x + i32(order, i + t) // per * ldx
-            call5(i64(fmt, QUANTIZE), row, nb, xq + (i + SPARE * e + t // T * T) * step, T, t % T)
-        e = take(team, 0, 1)
-    for e in range(n_expert):
-        n_active += i32(starts, e + 1) > i32(starts, e)
+        if n > 0:
+            if n_active % size(team) == tid:
+                T = 1 if by_rows(n, in_place) else 1 << tile_index(fmt, n)
+                for t in range(n):
+                    row = x + i32(order, i + t) // per * ldx
+                    call5(i64(fmt, QUANTIZE), row, nb, xq + (i + SPARE * e + t // T * T) * step, T, t % T)
+            n_active += 1
     barrier(team)
     parts = max(1, min((m + 15) // 16, 4 * size(team) // n_active))
     chunk = ((m + 15) // 16 + parts - 1) // parts * 16
     mine = i64(a, 20) + tid * i64(a, 21)
-    u = take(team, 1, 1)  # phase 2: a part of an expert's rows
-    while u < n_expert * parts:
-        e, r0 = u // parts, u % parts * chunk
-        i, n = i32(starts, e), i32(starts, e + 1) - i32(starts, e)
-        if n > 0 and r0 < m:
+    e, past = -1, 0  # the expert that holds unit u, and how many experts with entries there are up to it
+    u = take(team, 1, 1)  # phase 2: a part of an expert's rows; the units of a thread rise
+    while u < n_active * parts:
+        while past <= u // parts:
+            e += 1
+            past += i32(starts, e + 1) > i32(starts, e)
+        i, n, r0 = i32(starts, e), i32(starts, e + 1) - i32(starts, e), u % parts * chunk
+        if r0 < m:
             expert_rows(a, e, xq + (i + SPARE * e) * step, n, r0, min(m, r0 + chunk), order + 4 * i, mine)
         u = take(team, 1, 1)
 
