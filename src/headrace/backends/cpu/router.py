@@ -64,7 +64,7 @@ def _largest(ids, best, score, n, n_used):
 
 
 @inner
-def _sort(ids, n, n_expert, order, starts):
+def sort_entries(ids, n, n_expert, order, starts):
     """Stable counting sort of the entries by expert."""
     for e in range(n_expert + 1):
         put_i32(starts, e, 0)
@@ -112,4 +112,4 @@ def route(tid, team, a):
             put_f32(w, r, f32(gate, i32(chosen, r)) * by)
     barrier(team)
     if tid == 0:
-        _sort(ids, n_tok * n_used, n, order, starts)
+        sort_entries(ids, n_tok * n_used, n, order, starts)

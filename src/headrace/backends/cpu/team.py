@@ -54,7 +54,7 @@ def size(team):
 
 
 @inner
-def _spin(spins):
+def spin(spins):
     """One turn of a wait; gives the core away now and then, for a team mate may be queued behind this thread."""
     if spins % _SPINS_BEFORE_YIELD == _SPINS_BEFORE_YIELD - 1:
         yield_core()
@@ -86,7 +86,7 @@ def _meet(team, clear):
     else:
         spins = 0
         while load_sync(team + _ROUND) == turn:
-            spins = _spin(spins)
+            spins = spin(spins)
 
 
 @inner
@@ -140,7 +140,7 @@ def _work(tid, team, seq):
             _run(tid, team)
             atomic_add(team + _LEFT, -1)
         elif idle < _SPINS_BEFORE_SLEEP:
-            idle = _spin(idle)
+            idle = spin(idle)
         else:
             exchange(team + _ASLEEP + 64 * tid, 1)
             if load_sync(team + _SEQ) == seq:
@@ -154,19 +154,18 @@ def _awake(tid, team):
     return exchange(team + _ASLEEP + 64 * tid, 0)
 
 
-@entry
-def _post(team, calls, n):
-    """Makes a program visible to the others; returns the bit set of those asleep."""
+@inner
+def post(team, calls, n):
+    """Makes a program visible to the others."""
     _clear_counters(team)
     put_i64(team + _PROGRAM, 0, calls)
     put_i64(team + _PROGRAM, 1, n)
     store_release(team + _LEFT, size(team) - 1)
     atomic_add(team + _SEQ, 1)
-    return 0
 
 
-@entry
-def _sleepers(team):
+@inner
+def sleepers(team):
     """Bit set of the threads that must be called; 0 once thread 0 has done its part."""
     mask = 0
     if load_sync(team + _LED) != load_sync(team + _SEQ):
@@ -175,15 +174,31 @@ def _sleepers(team):
     return mask
 
 
-@entry
-def _lead(team):
+@inner
+def lead(team):
     """Thread 0's part of the posted program, if not done yet, then waits for the others."""
     if load_sync(team + _LED) != load_sync(team + _SEQ):
         _run(0, team)
         spins = 0
         while load_sync(team + _LEFT) > 0:
-            spins = _spin(spins)
+            spins = spin(spins)
         store_release(team + _LED, load_sync(team + _SEQ))
+
+
+@entry
+def _post(team, calls, n):
+    post(team, calls, n)
+    return 0
+
+
+@entry
+def _sleepers(team):
+    return sleepers(team)
+
+
+@entry
+def _lead(team):
+    lead(team)
     return 0
 
 
