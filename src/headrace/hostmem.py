@@ -29,13 +29,13 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     with suppress(OSError, ValueError, IndexError):
         meminfo = (proc / "meminfo").read_text()
         found.append(int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024)
-    for folder in _memory_groups(proc, cgroups):
+    for folder in memory_groups(proc, cgroups):
         with suppress(OSError, ValueError):
             found.append(_group_bytes(folder))
     return min(found) if found else os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
 
 
-def _memory_groups(proc: Path, cgroups: Path) -> Iterator[Path]:
+def memory_groups(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Iterator[Path]:
     """Folders of the memory cgroups that hold this process, innermost first. A container may see its own group at the
     root, under another name than `proc` gives: folders that do not exist are harmless."""
     with suppress(OSError):
