@@ -5,7 +5,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ from .stream import MORE_MEMORY, ExpertStream
 from .tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("headrace")
+Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while weights load."""
 
@@ -86,6 +87,8 @@ class Engine:
         ready = prepare(path, config)
         self.file, self.program, self.device, self.plan = ready.file, ready.program, ready.device, ready.plan
         self.spec = self.program.spec
+        if self.plan.n_ctx > self.spec.n_ctx_train:
+            log.warning("context %d: the model was trained for %d tokens", self.plan.n_ctx, self.spec.n_ctx_train)
         try:
             self.host = HostMemory(self.file)
             weights = self._load(load_progress)
@@ -162,19 +165,30 @@ class Engine:
         return found[np.searchsorted(order, [r % len(ids) for r in wanted])]
 
     def generate(
-        self, prompt: str | Seq[int], n_predict: int = -1, sampling: SamplingParams | None = None,
+        self, prompt: Prompt, n_predict: int = -1, sampling: SamplingParams | None = None,
         progress: Progress | None = None, parse_special: bool = False,
     ) -> Iterator[Piece]:  # fmt: skip
         """Continues a prompt piece by piece; what the cache still holds of it is not computed again.
 
-        Each Piece has `token`, `text`, `finish` and `stats` (this call's counts and seconds).
+        The prompt is a text, token ids, or the messages of a talk (dicts with role and content), which go through the
+        chat template. Each Piece has `token`, `text`, `finish` ("" until the last: "stop", "length" or "context") and
+        `stats` (this call's counts and seconds).
         """
-        ids = self.tokenize(prompt, parse_special=parse_special) if isinstance(prompt, str) else self._checked(prompt)
+        ids = self._ids(prompt, parse_special)
         if not ids:
             raise UserError("the prompt is empty")
+        if n_predict < -1:
+            raise UserError(f"n_predict is {n_predict}: give a number of tokens, or -1 for until the model ends")
         if len(ids) > self.plan.n_ctx:
-            raise UserError(f"the prompt has {len(ids)} tokens, the context {self.plan.n_ctx}; raise -c")
+            raise UserError(f"the prompt has {len(ids)} tokens, the context {self.plan.n_ctx}; raise n_ctx (-c)")
         return self._generate(ids, n_predict, sampling or SamplingParams(), progress)
+
+    def _ids(self, prompt: Prompt, parse_special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenize(prompt, parse_special=parse_special)
+        if isinstance(prompt, Seq) and prompt and isinstance(prompt[0], Mapping):
+            return self.tokenize(self.chat.render(prompt), parse_special=True)
+        return self._checked(prompt)
 
     def _generate(
         self, ids: list[int], n_predict: int, sampling: SamplingParams, progress: Progress | None
@@ -192,7 +206,7 @@ class Engine:
                     return
                 yield piece
         finally:
-            for name in ("n_prompt", "n_reused", "prefill_s", "n_decoded", "decode_s"):
+            for name in ("n_prompt", "n_reused", "prefill_s", "n_decoded", "decode_s", "compile_s"):
                 setattr(self.stats, name, getattr(self.stats, name) + getattr(stats, name))
             self.stats.uploaded_bytes = self.stream.uploaded_bytes
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from .backends.base import Device
 from .kvcache import KVCache, Sequence
 from .runner import Progress, Runner
 from .sampling import Sampler, SamplingParams
@@ -36,12 +37,12 @@ def generate(
     sampler, text, history = Sampler(sampling), tokenizer.stream(), list(prompt)
     n_room = cache.n_ctx - len(prompt)
     stats.n_reused = cache.trim(seq, min(common_prefix(seq.tokens, prompt), len(prompt) - 1))
-    start_s = time.perf_counter()
+    clock = _Clock(runner.device)
     (logits,) = runner.prefill(seq, prompt[stats.n_reused :], progress=progress)
-    stats.n_prompt, stats.prefill_s = len(prompt) - stats.n_reused, time.perf_counter() - start_s
+    stats.n_prompt, stats.prefill_s, stats.compile_s = len(prompt) - stats.n_reused, *clock.read()
     if n_predict == 0:
         return
-    start_s = time.perf_counter()
+    clock, compile_s = _Clock(runner.device), stats.compile_s
     while True:
         token = sampler.sample(logits, history)
         history.append(token)
@@ -54,7 +55,19 @@ def generate(
         if finish:
             return
         (logits,) = runner.decode([seq], [token])
-        stats.n_decoded, stats.decode_s = n_new, time.perf_counter() - start_s
+        stats.n_decoded, (stats.decode_s, more_s) = n_new, clock.read()
+        stats.compile_s = compile_s + more_s
+
+
+class _Clock:
+    """Seconds since it was made, without those that went into compiling kernels, and those."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.start_s, self.compile_s = device, time.perf_counter(), device.compile_s
+
+    def read(self) -> tuple[float, float]:
+        compile_s = self.device.compile_s - self.compile_s
+        return time.perf_counter() - self.start_s - compile_s, compile_s
 
 
 def common_prefix(a: Seq[int], b: Seq[int]) -> int:

@@ -81,7 +81,7 @@ class KVCache:
     def reserve(self, seq: Sequence, n_tokens: int) -> None:
         """Makes room for n_tokens more; raises UserError when the context is full."""
         if seq.n_past + n_tokens > self.n_ctx:
-            raise UserError(f"{seq.n_past + n_tokens} tokens do not fit the context of {self.n_ctx}; raise -c")
+            raise UserError(f"{seq.n_past + n_tokens} tokens do not fit the context of {self.n_ctx}; raise n_ctx (-c)")
         while len(seq.pages) * PAGE < seq.n_past + n_tokens:
             seq.pages.append(self._take_page())
 
@@ -144,7 +144,7 @@ class KVCache:
 
     def _take_page(self) -> int:
         if not self.free_pages:
-            raise UserError("the KV cache is full; raise -c or use fewer sequences")
+            raise UserError("the KV cache is full; raise n_ctx (-c) or use fewer sequences")
         page = self.free_pages.pop()
         self.n_users[page] = 1
         return page

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Stats:
-    """Totals since the engine was opened; `n_reused` prompt tokens were still in the cache."""
+    """Totals since the engine was opened.
+
+    `n_reused` prompt tokens were still in the cache; compiling kernels on their first use counts apart.
+    """
 
     load_s: float = 0.0
     n_prompt: int = 0
@@ -13,6 +16,7 @@ class Stats:
     prefill_s: float = 0.0
     n_decoded: int = 0
     decode_s: float = 0.0
+    compile_s: float = 0.0
     uploaded_bytes: int = 0
 
     @property

@@ -75,3 +75,13 @@ def test_a_text_longer_than_the_context_is_refused_before_it_is_computed(path: P
         with pytest.raises(UserError, match="has 129 tokens, the context 128"):
             engine.logits([1] * 129)
         assert engine.sequence.n_past == 0
+
+
+def test_messages_go_through_the_chat_template() -> None:
+    talk = [{"role": "user", "content": "Who are you?"}]
+    with headrace.open(n_ctx=256) as engine:
+        text = engine.chat.render(talk)
+        want = [p.token for p in engine.generate(text, 8, GREEDY, parse_special=True)]
+        assert [p.token for p in engine.generate(talk, 8, GREEDY)] == want
+        with pytest.raises(UserError, match="n_predict is -5"):
+            engine.generate(talk, -5)

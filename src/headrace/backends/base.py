@@ -229,6 +229,10 @@ class Device(Protocol):
     compute: Queue
     copy: Queue
 
+    @property
+    def compile_s(self) -> float:
+        """Seconds that this process has spent on compiling or loading kernels, as far as the device knows."""
+
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Zeroed memory; a device that is out of memory raises MemoryError."""
 

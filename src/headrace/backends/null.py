@@ -231,6 +231,7 @@ class NullDevice:
     """link_gbps and flops set the virtual clock; `memory_bytes` is what `alloc` may hand out; with `gathers`, decode
     fetches routed experts from host memory."""
 
+    compile_s = 0.0
     act_dtype = "bf16"
     memory_gbps = 1000.0
 

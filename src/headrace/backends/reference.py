@@ -225,6 +225,7 @@ class ReferenceQueue:
 
 
 class ReferenceDevice:
+    compile_s = 0.0
     act_dtype = "f32"
 
     def __init__(self) -> None:

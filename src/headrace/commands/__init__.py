@@ -2,7 +2,7 @@
 
 A module exports HELP (one line), `add_arguments(parser)` and `run(args) -> int | None`; its docstring is the text of
 its `--help`. Modules import numpy and the engine inside `run`, so that help answers at once.
-Exit status: 0 done, 1 a bug (with its traceback), 2 bad input, 130 Ctrl-C, 141 the reader of stdout went away.
+Exit status: 0 done, 1 a bug (with its traceback) or what was to be shown is not so (verify, doctor), 2 bad input, 130 Ctrl-C, 141 the reader of stdout went away.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import NoReturn
 from .. import __version__
 from ..errors import UserError
 
-COMMANDS = ("run", "bench", "plan", "verify", "inspect", "synth")
+COMMANDS = ("run", "bench", "plan", "doctor", "verify", "inspect", "synth")
 
 DESCRIPTION = """\
 headrace runs Mixture-of-Experts language models from GGUF files, also those
@@ -74,6 +74,8 @@ def dispatch(argv: Sequence[str]) -> int:
         main_parser().print_help(sys.stderr)
         return 2
     name, *rest = argv
+    if name == "help":
+        name, *rest = [*rest, "--help"]
     if name not in COMMANDS:
         if name.startswith("-"):
             main_parser().parse_args(argv)
@@ -84,7 +86,8 @@ def dispatch(argv: Sequence[str]) -> int:
         raise UserError(f"no command {name!r}; {hint}")
     module = module_of(name)
     args = command_parser(name, module).parse_args(rest)
-    level = logging.INFO if args.verbose else logging.ERROR if getattr(args, "quiet", False) else logging.WARNING
+    quiet = getattr(args, "quiet", getattr(module, "QUIET", False))
+    level = logging.INFO if args.verbose else logging.ERROR if quiet else logging.WARNING
     logging.basicConfig(format="headrace: %(message)s", level=level)
     return module.run(args) or 0
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
             import dataclasses
             import json
 
-            print(json.dumps(dataclasses.asdict(ready.plan), indent=2, default=str))
+            print(json.dumps(dataclasses.asdict(ready.plan), indent=2, default=plain))
             return
         print("\n".join([*describe(ready.program.spec), *ready.plan.lines()]))
         if args.tensors:
@@ -46,10 +46,15 @@ def run(args: argparse.Namespace) -> None:
         ready.device.close()
 
 
+def plain(value: object) -> object:
+    """What JSON lacks: sets become sorted lists, paths text."""
+    return sorted(value) if isinstance(value, frozenset | set) else str(value)
+
+
 def describe(spec: "ModelSpec") -> Iterator[str]:
     from ..spec import MoeSpec
 
-    yield f"model       {spec.name} ({spec.architecture}), {spec.n_layer} layers, {spec.n_vocab} tokens"
+    yield f"model       {spec.name} ({spec.architecture}), {spec.n_layer} layers, a vocabulary of {spec.n_vocab}"
     experts = {(m.n_expert_used, m.n_expert, m.n_ff_exp) for m in spec.ffn if isinstance(m, MoeSpec)}
     for n_used, n_expert, width in sorted(experts):
         yield f"experts     {n_used} of {n_expert} per token and layer, width {width}"

@@ -1,7 +1,8 @@
 """Continues a text, answers a question, or talks.
 
 Text goes to stdout as it is made, everything else to stderr. Without -m the small demo model that ships with headrace
-writes Python. With -i Ctrl-C stops an answer and Ctrl-D ends the talk.
+writes Python. Without -p and -f the prompt is read from stdin. With -i Ctrl-C stops an answer and Ctrl-D ends the talk;
+when the context is full the oldest turns are forgotten.
 
 examples:
   headrace run -p 'def read_lines(path):' -n 64 --temp 0
@@ -12,6 +13,7 @@ examples:
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +46,8 @@ SAMPLING: tuple[tuple[tuple[str, ...], str, type, str], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from ..sampling import SamplingParams
+
     add_model(parser)
     add = parser.add_argument
     add("-p", "--prompt", metavar="TEXT", help="the text to continue or the question; - reads stdin")
@@ -55,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--echo", action="store_true", help="print the prompt before its continuation")
     add("-q", "--quiet", action="store_true", help="no speeds and no progress on stderr")
     group = parser.add_argument_group("sampling")
+    defaults = {f.name: f for f in dataclasses.fields(SamplingParams)}
     for flags, field, kind, text in SAMPLING:
+        usual = defaults[field].default
+        text += "" if usual is None else f" (default {usual})"
         group.add_argument(
             *flags, dest=f"sampling_{field}", metavar="N" if kind is int else "X", type=kind,
             default=argparse.SUPPRESS, help=text,
@@ -102,12 +109,20 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     """The prompt from -p, -f or stdin; None if -i may ask for it."""
     if args.prompt is not None and args.file is not None:
         raise UserError("-p and -f: give one of them")
-    if args.file is not None:
+    if args.file is not None and str(args.file) != "-":
         try:
             return str(args.file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"-f {args.file}: {error}") from None
-    if args.prompt == "-" or (args.prompt is None and not args.interactive and not sys.stdin.isatty()):
+        except OSError as error:
+            raise UserError(f"-f {args.file}: {error.strerror}; name a text file") from None
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"-f {args.file} is no UTF-8 text: byte {error.start} is {error.object[error.start]:#x}"
+            ) from None
+    if (
+        args.file is not None
+        or args.prompt == "-"
+        or (args.prompt is None and not args.interactive and not sys.stdin.isatty())
+    ):
         return sys.stdin.read()
     if args.prompt is None and not args.interactive:
         raise UserError("run needs a prompt: -p TEXT, -f FILE, or -i to talk")
@@ -132,10 +147,10 @@ def quietly(label: str, unit: str, quiet: bool) -> Iterator[Any]:
 def answer(engine: "Engine", prompt: str, args: argparse.Namespace, sampling: "SamplingParams") -> tuple[str, bool]:
     """Streams the continuation to stdout; (its text, whether Ctrl-C ended it). Speeds follow on stderr."""
     parts: list[str] = []
-    stats, stopped = None, False
+    stats, stopped, finish = None, False, ""
     try:
         for piece in pieces_of(engine, prompt, args, sampling):
-            stats = piece.stats
+            stats, finish = piece.stats, piece.finish
             parts.append(piece.text)
             sys.stdout.write(piece.text)
             sys.stdout.flush()
@@ -146,6 +161,8 @@ def answer(engine: "Engine", prompt: str, args: argparse.Namespace, sampling: "S
     sys.stdout.flush()
     if stats is not None and not args.quiet:
         print(speeds(stats), file=sys.stderr)
+    if finish == "context":
+        print(f"headrace: stopped: the context of {engine.plan.n_ctx} tokens is full; raise -c", file=sys.stderr)
     return "".join(parts), stopped
 
 
@@ -164,8 +181,9 @@ def pieces_of(engine: "Engine", prompt: str, args: argparse.Namespace, sampling:
 
 def speeds(s: "Stats") -> str:
     reused = f" ({s.n_reused} more were still in the cache)" if s.n_reused else ""
+    compiled = f"kernels in {s.compile_s:.1f} s; " if s.compile_s > 1 else ""
     return (
-        f"prefill {s.n_prompt} tokens in {s.prefill_s:.2f} s, {s.prefill_tps:.1f} t/s{reused}; "
+        f"{compiled}prefill {s.n_prompt} tokens in {s.prefill_s:.2f} s, {s.prefill_tps:.1f} t/s{reused}; "
         f"decode {s.n_decoded} tokens in {s.decode_s:.2f} s, {s.decode_tps:.1f} t/s"
     )
 
@@ -178,22 +196,36 @@ def talk(engine: "Engine", args: argparse.Namespace, sampling: "SamplingParams",
             try:
                 question = ask()
             except (EOFError, KeyboardInterrupt):
-                print(file=sys.stderr)
+                if sys.stdin.isatty():
+                    print(file=sys.stderr)
                 return 0
         if question.strip():
             said.append({"role": "user", "content": question})
+            forget(engine, said)
             text, _ = answer(engine, engine.chat.render(said), args, sampling)
             said.append({"role": "assistant", "content": text})
         question = None
 
 
+def forget(engine: "Engine", said: list[dict[str, str]]) -> None:
+    """Drops the oldest questions with their answers until the talk leaves a quarter of the context for the answer."""
+    room, n_dropped = engine.plan.n_ctx * 3 // 4, 0
+    start = 1 if said[0]["role"] == "system" else 0
+    while len(said) > start + 2 and len(engine.tokenize(engine.chat.render(said), parse_special=True)) > room:
+        del said[start : start + 2]
+        n_dropped += 1
+    if n_dropped:
+        print(f"headrace: the context is full: the oldest {n_dropped} turns are forgotten", file=sys.stderr)
+
+
 def ask() -> str:
-    """A line from the user, with history on a terminal; the sign `>` is on stderr where stdout goes elsewhere."""
+    """A line from the user, with history on a terminal; `>` is on stderr where stdout goes elsewhere."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         with contextlib.suppress(ImportError):  # Windows has no readline, and edits lines by itself
             import readline  # noqa: F401
         return input("> ")
-    print("> ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
         raise EOFError

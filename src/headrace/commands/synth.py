@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-l", "--list", action="store_true", help="list the shapes with their sizes and stop")
     add("-n", "--dry-run", action="store_true", help="say what would be written and stop")
     add("-f", "--force", action="store_true", help="replace an existing file")
-    add("--type-mix", metavar="MIX", default="", help="Q4_K_M, Q8_0, ... or any tensor type (default: the shape's)")
+    add("--type-mix", metavar="MIX", default="", help="Q4_K_M, Q8_0, ..., or one type for all (default: the shape's)")
     add("--seed", type=int, default=0, help="another seed, other weights (default 0)")
     add("--router-skew", metavar="S", type=float, default=0.0,
         help="share of the assignments that the hottest quarter of the experts takes (default: even)")  # fmt: skip

@@ -13,7 +13,6 @@ examples:
 """
 
 import argparse
-import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from .verify_runs import Array, Check, Part, Prompt
 
 HELP = "prove that placement and prefetch never change a result"
+QUIET = True
+"""Some settings are slow on purpose: nobody is warned of it."""
 MAX_KL = 0.05
 """Most nats per token, on average, by which other arithmetic may differ; docs/numerics.md measures up to 0.008."""
 TEXT = "def read_lines(path):\n    "
@@ -63,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
     from ..engine import prepare
     from .verify_runs import checks, default_axes, prompts
 
-    if not args.verbose:
-        logging.getLogger("headrace").setLevel(logging.ERROR)  # some settings are slow on purpose
     given = {"backend": ["auto"], **config_of(args)}
     if len(given["backend"]) > 1:
         raise UserError("--backend takes one here; --against compares with another")

@@ -91,6 +91,10 @@ class CpuDevice:
         self.compute = self.copy = CpuQueue(self.team)
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
 
+    @property
+    def compile_s(self) -> float:
+        return cache.spent_s()
+
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Array:
         return aligned_zeros(shape, dtype)
 
@@ -149,7 +153,7 @@ class CpuDevice:
 
 @once
 def _announce() -> None:
-    log.warning("compiling CPU kernels for this processor: once, for some seconds")
+    log.warning("compiling CPU kernels for this processor: once for each tensor type, up to half a minute")
 
 
 def open_device(n_threads: int = 0, **_: Any) -> CpuDevice:

@@ -48,7 +48,9 @@ class Jit:
 
     def address(self, name: str, n_args: int, emit: Any) -> int:
         """The address of `void name(int64 x n_args)`, whose body emit(e, *args) writes."""
-        if name not in self.addresses:
+        if name in self.addresses:
+            return self.addresses[name]
+        with cache.timed():
             path = cache.folder() / f"{self.key}-{name}.o"
             code = cache.read(path)
             if code is None:

@@ -153,7 +153,7 @@ class Native:
         signature = ([types.int64] * self.n_args, self.returns)
         made = CFunc(self.fn, signature, locals={}, options=OPTIONS)
         made._cache = _Cache(self.fn)
-        with _libraries(_Library):
+        with cache.timed(), _libraries(_Library):
             made.compile()
         return made
 

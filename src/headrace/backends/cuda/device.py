@@ -20,6 +20,7 @@ from ...errors import UserError
 from ...gguf import TensorInfo
 from ...hostmem import MappedRange
 from ..base import DeviceInfo, HostEvent
+from .compiling import compiling
 from .decode_ops import DecodeOps
 from .driver import cuda_driver
 from .hostcopy import HostCopier
@@ -137,6 +138,10 @@ class CudaDevice:
         self.ops = CudaOps(self.where, DTYPES[self.act_dtype], Tiles.of(capability))
         self.decode_ops = DecodeOps(self.ops)
         self.graphs: OrderedDict[Hashable, Any] = OrderedDict()
+
+    @property
+    def compile_s(self) -> float:
+        return compiling.spent_s
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         try:
