@@ -2,7 +2,8 @@
 
 A module exports HELP (one line), `add_arguments(parser)` and `run(args) -> int | None`; its docstring is the text of
 its `--help`. Modules import numpy and the engine inside `run`, so that help answers at once.
-Exit status: 0 done, 1 a bug (with its traceback) or what was to be shown is not so (verify, doctor), 2 bad input, 130 Ctrl-C, 141 the reader of stdout went away.
+Exit status: 0 done, 1 a bug (with its traceback) or a check that failed (verify, doctor), 2 bad input, 130 Ctrl-C, 141
+the reader of stdout went away.
 """
 
 import argparse
