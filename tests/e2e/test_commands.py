@@ -295,6 +295,19 @@ def test_talk_keeps_what_was_said(tiny: Path) -> None:
     assert len(speeds) == 2 and "in the cache" in speeds[1]
 
 
+def test_a_talk_outlives_the_context() -> None:
+    """The demo model: its oldest turns are forgotten, and it says so."""
+    questions = "".join(f"Write me a function number {i}, please, and make it short.\n" for i in range(8))
+    done = headrace("run", "-i", "--temp", "0", "-c", "256", "-n", "24", input=questions)
+    assert done.returncode == 0 and done.stderr.count("prefill") == 8
+    assert "the oldest 1 turns are forgotten" in done.stderr and ">" not in done.stderr
+
+
+def test_a_full_context_is_told(tiny: Path) -> None:
+    done = headrace("run", "-m", tiny, "-p", "a", "-n", "-1", "--temp", "0", "-c", "64")
+    assert done.returncode == 0 and "the context of 64 tokens is full" in done.stderr
+
+
 @pytest.mark.skipif(os.name == "nt", reason="sends a signal of POSIX")
 def test_ctrl_c_ends_with_130(tiny: Path) -> None:
     command = [sys.executable, "-m", "headrace", "run", "-m", str(tiny), "-p", "a", "-c", "4096", "--temp", "1", *SLOW]

@@ -38,7 +38,13 @@ def test_damaged_code_is_made_again_once(
         assert Native(add, types.int64).call(2, 3) == 5 and len(compiled) == expected
 
 
-def test_a_folder_that_cannot_be_written_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_costs_time_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "file"))
+    before_s = cache.spent_s()
     assert Native(add, types.int64).call(2, 3) == 5
+    assert cache.spent_s() > before_s
+    cache.write(tmp_path / "file" / "x", b"")
+    assert "every start compiles" in caplog.text
