@@ -8,7 +8,8 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from headrace.backends.cuda.driver import DriverError
@@ -51,8 +52,10 @@ class FakeDriver:
         self.stream_numbers = stream_numbers
         self.locked: dict[int, int] = {}
         self.peak_locked_bytes = self.n_registered = self.n_copies = 0
-        self.n_bad_unlocks = 0
+        self.n_bad_unlocks = self.n_here = 0
         self.streams: dict[int, FakeStream] = {}
+        self.memory: list[Any] = []
+        """What copies may still write to when whoever queued them has failed."""
 
     def stream(self, number: int) -> FakeStream:
         if number not in self.streams:
@@ -101,6 +104,16 @@ class FakeDriver:
 
         self.stream(stream).give(work)
 
+    copy_pageable = copy_to_device
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        self.n_here += 1
+        try:
+            yield
+        finally:
+            self.n_here -= 1
+
     def wait_value(self, stream: int, address: int, value: int) -> None:
         number = ctypes.c_uint32.from_address(address)
 
@@ -133,6 +146,7 @@ class FakeDriver:
             stream.todo.put(None)
             stream.thread.join()
         self.streams.clear()
+        self.memory.clear()
 
     def __enter__(self) -> "FakeDriver":
         return self

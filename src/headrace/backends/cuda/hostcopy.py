@@ -24,11 +24,12 @@ from ... import hostmem
 from ...errors import UserError
 from ...hostmem import PAGE_BYTES, MappedRange
 from .driver import Driver, DriverError
-from .readers import Ring, n_cores, release
+from .readers import Ring, lock, n_cores, release
 
 log = logging.getLogger("headrace")
 
-BUFFER_BYTES, N_BUFFERS = 16 << 20, 24
+BUFFER_BYTES, N_BUFFERS, MOST_READERS = 4 << 20, 16, 12
+"""64 MiB stay in the last-level cache (H200, 16 cores, 12 readers: 50 GB/s; 24 buffers of 16 MiB: 33)."""
 DIRECT_ALIGN = 4096
 """Offset, length and address of a read with O_DIRECT are multiples of it."""
 
@@ -96,6 +97,8 @@ class HostCopier:
         self.driver, self.pieces = driver, sorted(pieces, key=lambda p: p.address)
         self.registered: set[int] = set()
         """Addresses of the pieces whose pages are locked."""
+        self.borders: list[int] = []
+        """Start and stop of each locked range, rising."""
         self.held = Held(driver)
         self._finalizer = weakref.finalize(self, self.held.release)
         total = sum(p.n_bytes for p in pieces)
@@ -104,7 +107,7 @@ class HostCopier:
         try:
             reason = self._register(budget_bytes - n_buffers * buffer_bytes * (total > budget_bytes), register)
             if len(self.registered) < len(pieces):
-                self._stage(n_readers or max(1, n_cores() - 2), n_buffers, buffer_bytes, direct)
+                self._stage(n_readers or max(1, min(MOST_READERS, n_cores() - 2)), n_buffers, buffer_bytes, direct)
                 self._warn(reason)
         except BaseException:
             self.close()
@@ -130,23 +133,15 @@ class HostCopier:
             stop = -(-(piece.address + piece.n_bytes) // PAGE_BYTES) * PAGE_BYTES
             if start < stop:
                 try:
-                    self._lock(start, stop - start)
+                    lock(self.driver.register, self.held.locked, start, stop - start)
                 except DriverError as e:
                     reason = reason or str(e)
                     continue
-                locked_to = stop
+                locked_to, hostmem.locked[start] = stop, stop - start
+                self.borders += [start, stop]
             self.registered.add(piece.address)
             budget_bytes -= piece.n_bytes
         return reason
-
-    def _lock(self, start: int, n_bytes: int) -> None:
-        self.held.locked.append(start)  # first: an interrupt may come between the two
-        try:
-            self.driver.register(start, n_bytes)
-        except DriverError:
-            self.held.locked.pop()
-            raise
-        hostmem.locked[start] = n_bytes
 
     def _stage(self, n_readers: int, n_buffers: int, buffer_bytes: int, direct: bool) -> None:
         self.no_ring = ""
@@ -187,7 +182,7 @@ class HostCopier:
             direct = any(align > 1 for _, align in self.sources.values())
             log.warning(
                 "%.0f of %.0f MiB of experts are not page-locked but staged (%s): expect %s for them",
-                rest / 2**20, total / 2**20, reason, "the disk's speed" if direct else "about 60 % of the link's speed",
+                rest / 2**20, total / 2**20, reason, "the disk's speed" if direct else "less than the link's speed",
             )  # fmt: skip
 
     # asking
@@ -225,29 +220,32 @@ class HostCopier:
     # copying
 
     def copy(self, dst: int, src: int, n_bytes: int, stream: int) -> None:
-        """Queues a copy to device address `dst`; returns at once."""
+        """Queues a copy to device address `dst`; returns at once (but for pageable memory)."""
         self.check()
-        for span in spans(src, n_bytes, self.pieces):
-            at, piece = dst + span.address - src, span.piece
-            try:
-                if piece and self.rung(piece) == "registered":
-                    self._dma(at, span, stream)
-                elif piece and self.held.rings:
-                    fd, align = self.sources[piece.path]
-                    offset = piece.offset_bytes + span.address - piece.address
-                    self.held.rings[0].copy(fd, offset, span.n_bytes, at, stream, align)
-                else:
-                    self.driver.copy_to_device(at, span.address, span.n_bytes, stream)
-            except DriverError as e:
-                raise UserError(f"{piece.path if piece else 'host memory'}: a copy to the GPU failed: {e}") from None
+        with self.driver.here():
+            for span in spans(src, n_bytes, self.pieces):
+                try:
+                    self._copy(dst + span.address - src, span, span.piece, stream)
+                except DriverError as e:
+                    where = span.piece.path if span.piece else "host memory"
+                    raise UserError(f"{where}: a copy to the GPU failed: {e}") from None
 
-    def _dma(self, dst: int, span: Span, stream: int) -> None:
-        """A copy may not cross from one locked range into the next."""
-        at, end, locked = span.address, span.address + span.n_bytes, self.held.locked
+    def _copy(self, dst: int, span: Span, piece: MappedRange | None, stream: int) -> None:
+        if piece and self.rung(piece) == "staged":
+            fd, align = self.sources[piece.path]
+            offset = piece.offset_bytes + span.address - piece.address
+            self.held.rings[0].copy(fd, offset, span.n_bytes, dst, stream, align)
+        else:
+            self._from_map(dst, span.address, span.n_bytes, stream)
+
+    def _from_map(self, dst: int, address: int, n_bytes: int, stream: int) -> None:
+        """A copy may cross neither from one locked range into the next nor into pages that are not locked."""
+        at, end = address, address + n_bytes
         while at < end:
-            i = bisect.bisect_right(locked, at)
-            stop = min(end, locked[i]) if i < len(locked) else end
-            self.driver.copy_to_device(dst + at - span.address, at, stop - at, stream)
+            i = bisect.bisect_right(self.borders, at)
+            stop = min(end, self.borders[i]) if i < len(self.borders) else end
+            copy = self.driver.copy_to_device if i % 2 else self.driver.copy_pageable
+            copy(dst + at - address, at, stop - at, stream)
             at = stop
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,8 @@ JOB = 8
 """int64 numbers a job: fd, offset, bytes to read, bytes that must come, address, buffer, number, awaited number."""
 N_JOBS = 1 << 14
 """Jobs that may be queued; who posts more waits."""
-POSTED, TAKEN, STOP, FAILING, FAILED, ERRNO, ERROR_FD, ERROR_OFFSET, SEMAPHORE = 0, 8, 16, 24, 32, 33, 34, 35, 40
+POSTED, TAKEN, STOP, FAILING, SEMAPHORE, READY = 0, 8, 16, 24, 40, 48
+FAILED, ERRNO, ERROR_FD, ERROR_OFFSET = 32, 33, 34, 35
 """Positions in the control block of int64."""
 EINTR = 4
 
@@ -87,7 +88,7 @@ def _store32(typing, address, value):  # type: ignore[no-untyped-def]
     return types.void(types.int64, types.int64), codegen
 
 
-@njit(nogil=True)
+@njit
 def _post(control: int) -> None:
     """Makes the next job visible and wakes a reader."""
     _add(control + 8 * POSTED, 1)
@@ -97,6 +98,7 @@ def _post(control: int) -> None:
 @njit(nogil=True)
 def read_jobs(control: int, jobs: NDArray[np.int64], filled: int, done: int) -> None:
     """One reader's life: until `control[STOP]` is set."""
+    _add(control + 8 * READY, 1)
     while True:
         while _sem_wait(control + 8 * SEMAPHORE) != 0:
             pass  # a signal
@@ -152,6 +154,9 @@ class Readers:
             for _ in range(n_threads):
                 self.threads.append(threading.Thread(target=read_jobs, args=args, daemon=True, name="headrace-reader"))
                 self.threads[-1].start()
+            # who queues copies may keep the GIL, which a thread needs until it is in native code
+            while self.control[READY] < n_threads:
+                time.sleep(0.0005)
         except BaseException:
             self.close()
             raise
@@ -210,18 +215,14 @@ class Ring:
         self.readers: Readers | None = None
         self.broken = False
         try:
-            self._lock(self.address, len(self.block))
-            self._lock(numbers.ctypes.data, len(self.page))
+            lock(driver.register_writable, self.locked, self.address, len(self.block))
+            lock(driver.register_writable, self.locked, numbers.ctypes.data, len(self.page))
             self.numbers = driver.device_pointer(numbers.ctypes.data)
             driver.check_stream_numbers(self.numbers)
             self.readers = Readers(n_readers, numbers[:n_buffers], numbers[n_buffers : 2 * n_buffers])
         except BaseException:
             self.close()
             raise
-
-    def _lock(self, address: int, n_bytes: int) -> None:
-        self.locked.append(address)  # first: an interrupt may come between the two
-        self.driver.register_writable(address, n_bytes)
 
     def copy(self, fd: int, offset: int, n_bytes: int, dst: int, stream: int, align: int) -> None:
         """Queues file bytes to device memory; with O_DIRECT, `align` is the block that reads must consist of."""
@@ -256,6 +257,16 @@ class Ring:
         if self.readers:
             self.readers.close()
         release(self.driver, self.locked)
+
+
+def lock(register: Callable[[int, int], None], locked: list[int], address: int, n_bytes: int) -> None:
+    """Locks a range, which `locked` holds from before: an interrupt may come right behind the driver's call."""
+    locked.append(address)
+    try:
+        register(address, n_bytes)
+    except DriverError:
+        locked.pop()
+        raise
 
 
 def release(driver: Driver, locked: list[int]) -> None:
