@@ -57,7 +57,7 @@ def _tile(
     return m_new, total, tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_seq", "n_block"])
 def attention_kernel(
     q, k_cache, v_cache, out, sinks, positions, seq_start, block_table, scale, n_seq, n_block, group,
     q_token, q_head, out_token, out_head, cache_row,

@@ -34,7 +34,7 @@ def find_chunk(seq_start, n_seq, chunk, CHUNK: tl.constexpr):
     return s, row, tl.where(row < stop, stop, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_seq"])
 def prepare_kernel(
     q, k, v, alpha, beta, dt_bias, a, decay, u0, w, p, seq_start, n_seq, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, alpha_token, beta_token, n_k_head, n_v_head,
@@ -152,7 +152,7 @@ def scan_kernel(
     tl.store(sp, st, mask=kmask[:, None] & vmask[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_seq", "n_tokens"])
 def conv_kernel(
     x, weight, out, conv, state_slots, positions, seq_start, n_seq, n_tokens, n, x_token, out_token,
     TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,

@@ -85,7 +85,7 @@ def expert_matvec_kernel(
     tl.store(out + entry.to(tl.int64) * n_out + rows, y.to(out.dtype.element_ty), mask=rows < n_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_entries"])
 def gather_kernel(host, slot, ids, n_entries, expert_bytes, WORDS: tl.constexpr):
     """Copies the experts of all entries from host memory to their places in the slot, each once. Grid: (pieces of an
     expert, entries); a piece is WORDS numbers of 8 bytes, the last one of an expert reaches back to overlap."""

@@ -194,7 +194,7 @@ class CudaOps:
 
     def _tile_map(self, routing: Routing, bm: int) -> tuple[Tensor, Tensor, int]:
         n, n_expert = routing.order.numel(), routing.starts.numel() - 1
-        n_tiles = triton.cdiv(n, bm) + min(n, n_expert)
+        n_tiles = triton.cdiv(triton.cdiv(n, bm) + min(n, n_expert), 16) * 16  # alike for the compiler for every n
         maps = self.scratch(f"tiles{bm}", 2 * n_tiles, torch.int32)
         te, tr = maps[:n_tiles], maps[n_tiles : 2 * n_tiles]
         e = triton.next_power_of_2(n_expert)
