@@ -12,8 +12,8 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.run
 	$(BIN)/headrace run --echo -n 96 --temp 0 -p "$$(printf 'def read_lines(path):\n    """Read a line')"
 
-test: $(VENV)/.test check
-	$(BIN)/python -m pytest
+test: $(VENV)/.test $(VENV)/triton-3.6.0 check
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -39,6 +39,10 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
 	touch $@ $(VENV)/.run
+
+# the oldest Triton that must work, beside the installed one; there are builds for Linux only
+$(VENV)/triton-3.6.0: | $(VENV)/bin/python
+	[ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -26,6 +26,7 @@ class Lab:
     def __init__(self, device: Device, seed: int = 0, decode: bool = False, layout: str = "in_place") -> None:
         self.device, self.rng, self.layout = device, np.random.default_rng(seed), layout
         self.ops = device.decode_ops if decode else device.ops
+        self.kept: list[np.ndarray] = []
 
     def tensor(self, values: Any, dtype: str = "act") -> Any:
         values = np.asarray(values)
@@ -48,13 +49,18 @@ class Lab:
     def out(self, *shape: int, dtype: str = "act") -> Any:
         return self.tensor(np.full(shape, np.nan if dtype != "i32" else -7), dtype)
 
-    def weight(self, type_name: str, *shape: int, scale: float = 1.0) -> Any:
-        """A matrix or stack of random blocks with a standard deviation of scale / sqrt(row width)."""
+    def weight(self, type_name: str, *shape: int, scale: float = 1.0, gathered: bool = False) -> Any:
+        """A matrix or stack of random blocks with a standard deviation of scale / sqrt(row width); if gathered, in host
+        memory where the device fetches experts from there."""
         kind = TYPES[type_name]
         n = int(np.prod(shape)) // kind.block
         raw = random_blocks(kind, n, self.rng, scale * shape[-1] ** -0.5).reshape(-1)
         layout = self.layout if type_name in self.device.info.repack_types else "in_place"
-        return self.device.load(TensorInfo("w", kind, shape, 0, 0, raw.nbytes), raw, layout)
+        info = TensorInfo("w", kind, shape, 0, 0, raw.nbytes)
+        if gathered and (view := self.device.gather_view(info, self.tensor(np.full(raw.nbytes, 255), "u8"), raw)):
+            self.kept.append(raw)
+            return view
+        return self.device.load(info, raw, layout)
 
     def vector(self, values: np.ndarray) -> Any:
         raw = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
@@ -139,17 +145,17 @@ def rows_case(lab: Lab, m: int) -> Result:
     return lab.get(out)
 
 
-def embed_case(lab: Lab, type_name: str) -> Result:
-    ids = np.array([3, 0, 6, 3], np.int32)
-    out = lab.out(4, 512, dtype="f32")
+def embed_case(lab: Lab, type_name: str, t: int = 4) -> Result:
+    ids = np.resize([3, 0, 6, 3], t).astype(np.int32)
+    out = lab.out(t, 512, dtype="f32")
     lab.ops.embed(out, lab.weight(type_name, 7, 512), lab.tensor(ids, "i32"))
     return lab.get(out)
 
 
-def rope_case(lab: Lab, rope: RopeSpec, factors: bool = False) -> Result:
-    x = lab.acts(3, 5, 64)
+def rope_case(lab: Lab, rope: RopeSpec, factors: bool = False, t: int = 3, heads: int = 5, dim: int = 64) -> Result:
+    x = lab.acts(t, heads, dim)
     factor = lab.vector(np.linspace(1, 4, rope.n_rot // 2, dtype=np.float32)) if factors else None
-    lab.ops.rope(x, lab.tensor(np.array([0, 7, 301], np.int32), "i32"), rope, factor)
+    lab.ops.rope(x, lab.tensor(np.resize([0, 7, 301], t).astype(np.int32), "i32"), rope, factor)
     return lab.get(x)
 
 
@@ -197,19 +203,21 @@ def route_case(lab: Lab, t: int, spec: MoeSpec, bias: bool = False, ties: bool =
 
 def experts_case(
     lab: Lab, type_name: str, t: int, d: int = 256, f: int = 96, *, used: int = 2, ids: str = "", fused: bool = False,
-    bias: bool = False, up_type: str = "", down_type: str = "Q8_0", activation: str = "silu",
+    bias: bool = False, up_type: str = "", down_type: str = "Q8_0", activation: str = "silu", n_expert: int = 5,
+    gathered: bool = False,
 ) -> Result:  # fmt: skip
-    spec = MoeSpec(5, used, f, 1e-6)
+    spec = MoeSpec(n_expert, used, f, 1e-6)
     wanted = {"": None, "one": np.tile([3, 1], (t, 1)), "alone": np.array([[4, 0]] + [[1, 2]] * (t - 1))}[ids]
     r = lab.routing(t, spec, wanted)
     h, y, x = lab.out(t * used, f), lab.out(t * used, d), lab.f32(t, d)
     if fused:
-        gate, up = lab.weight(type_name, 5, 2 * f, d), None
+        gate, up = lab.weight(type_name, n_expert, 2 * f, d, gathered=gathered), None
     else:
-        gate, up = lab.weight(type_name, 5, f, d), lab.weight(up_type or type_name, 5, f, d)
-    biases = [lab.vector(lab.normal(5, n)) if bias else None for n in (f, f, d)]
+        types = (type_name, up_type or type_name)
+        gate, up = (lab.weight(name, n_expert, f, d, gathered=gathered) for name in types)
+    biases = [lab.vector(lab.normal(n_expert, n)) if bias else None for n in (f, f, d)]
     lab.ops.expert_glu(h, lab.acts(t, d), r, gate, up, activation, biases[0], biases[1])
-    lab.ops.expert_down(y, h, r, lab.weight(down_type, 5, d, f), biases[2])
+    lab.ops.expert_down(y, h, r, lab.weight(down_type, n_expert, d, f, gathered=gathered), biases[2])
     lab.ops.combine(x, y, r)
     return lab.get(h, y, x)
 
@@ -286,6 +294,8 @@ CASES = [
     case("decode experts fused", experts_case, "Q8_0", 1, fused=True, tolerance="product", decode=True),
     case("decode experts two types", experts_case, "Q4_K", 2, d=256, f=32, up_type="Q6_K", bias=True,
          tolerance="product", decode=True),
+    case("decode experts gathered", experts_case, "Q4_K", 2, d=256, f=32, ids="one", gathered=True, tolerance="product",
+         decode=True),
     case("decode experts biases", experts_case, "MXFP4", 1, bias=True, tolerance="product", decode=True),
     case("experts one a token", experts_case, "Q4_K", 9, used=1, tolerance="product"),
     case("experts gelu", experts_case, "Q8_0", 5, activation="gelu", tolerance="product"),
