@@ -25,6 +25,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("verify") / "m.gguf", Tiny("qwen3moe", "Q8_0", **SMALL))
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("verify") / "m.gguf", Tiny("qwen3moe", "Q8_0", **SMALL | {"n_layer": 2}))
+
+
 def verify(capsys: pytest.CaptureFixture[str], path: Path, *args: str) -> tuple[int, str]:
     """The exit status and what was printed."""
     status = main(["verify", "-m", str(path), *args])
@@ -130,11 +135,11 @@ def test_one_setting_proves_nothing(path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs torch, triton and TRITON_INTERPRET=1")
 def test_cuda_streams_the_same_bits_and_a_slot_that_differs_is_named(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    short: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--backend", "cuda", "-ncmoe", "3,0", "-ub", "16", "--schedule", "layer", "-p", "20", "-n", "1")
+    options = ("--backend", "cuda", "-ncmoe", "2,0", "-ub", "16", "--schedule", "layer", "-p", "20", "-n", "1")
     options += ("--prefetch-experts", "8")
-    status, out = verify(capsys, path, *options)
+    status, out = verify(capsys, short, *options)
     assert status == 0 and "2 settings: none differs" in out, out
 
     from headrace.backends.cuda.ops import CudaOps
@@ -143,9 +148,9 @@ def test_cuda_streams_the_same_bits_and_a_slot_that_differs_is_named(
 
     def wrong(ops: Any, out: Any, h: Any, routing: Any, down: Any, bias: Any = None) -> None:
         right(ops, out, h, routing, down, bias)
-        if down.info.name.startswith("blk.2.") and len(down.data) > down.info.n_bytes:  # resident
+        if down.info.name.startswith("blk.1.") and len(down.data) > down.info.n_bytes:  # resident
             out[3, 0] += 1
 
     monkeypatch.setattr(CudaOps, "expert_down", wrong)
-    status, out = verify(capsys, path, *options)
-    assert status == 1 and "first difference: layer 2, step blk.2.ffn" in out, out
+    status, out = verify(capsys, short, *options)
+    assert status == 1 and "first difference: layer 2, step blk.1.ffn" in out, out

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 HELP = "prove that placement and prefetch never change a result"
 QUIET = True
-"""Some settings are slow on purpose: no warnings."""
-QUIET = True
 """Some settings are slow on purpose: nobody is warned of it."""
 MAX_KL = 0.05
 """Most nats per token, on average, by which other arithmetic may differ; docs/numerics.md measures up to 0.008."""
