@@ -107,7 +107,7 @@ class Bench:
         report(register_threads=n_threads, seconds=round(seconds, 3), gib=len(self.bytes) / 2**30)
 
 
-def disk_alone(path: Path, n_bytes: int, n_threads: int = 12, part_bytes: int = 4 << 20) -> None:
+def disk_alone(path: Path, n_bytes: int, part_bytes: int, n_threads: int = 12) -> None:
     """What O_DIRECT reads give without a GPU."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
@@ -122,7 +122,11 @@ def disk_alone(path: Path, n_bytes: int, n_threads: int = 12, part_bytes: int = 
     with ThreadPoolExecutor(n_threads) as pool:
         start = time.perf_counter()
         list(pool.map(read, range(0, n_bytes, part_bytes)))
-        report(disk_alone_gbps=round(n_bytes / (time.perf_counter() - start) / 1e9, 2), n_threads=n_threads)
+        report(
+            disk_alone_gbps=round(n_bytes / (time.perf_counter() - start) / 1e9, 2),
+            n_threads=n_threads,
+            part_mib=part_bytes >> 20,
+        )
     os.close(fd)
 
 
@@ -167,13 +171,12 @@ def main() -> None:
             )
             for b, mib in rings for n in map(int, args.readers.split(","))
         ]  # fmt: skip
-        todo += [
-            lambda b=b, mib=mib: bench.measure(
-                "staged O_DIRECT", 1, direct_bytes, register=False, direct=True, n_buffers=b, buffer_bytes=mib << 20
+        for b, mib in rings:
+            ring = {"n_buffers": b, "buffer_bytes": mib << 20}
+            todo.append(
+                lambda ring=ring: bench.measure("staged O_DIRECT", 1, direct_bytes, register=False, direct=True, **ring)
             )
-            for b, mib in rings
-        ]
-        todo.append(lambda: disk_alone(path, direct_bytes))
+            todo.append(lambda mib=mib: disk_alone(path, direct_bytes, mib << 20))
         todo.append(lambda: bench.measure("pageable", 2, direct_bytes, register=False, driver=LocksNothing(0)))
         for run in todo:
             if time.perf_counter() - START < args.seconds:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from headrace.backends.cuda.driver import DriverError
+from headrace.backends.cuda.driver import Driver, DriverError
 
 PAGE = 4096
 
@@ -153,3 +153,27 @@ class FakeDriver:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
+
+
+class Interrupted(FakeDriver):
+    """Ctrl-C right before or behind the n-th driver call."""
+
+    def __init__(self, at: int, behind: bool) -> None:
+        super().__init__()
+        self.at, self.behind, self.calls = at, behind, 0
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name not in vars(Driver) or name.startswith("_") or name == "here":
+            return value
+
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.at and not self.behind:
+                raise KeyboardInterrupt
+            found = value(*args)
+            if self.calls == self.at and self.behind:
+                raise KeyboardInterrupt
+            return found
+
+        return call

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from gguf_files import write_gguf
 from headrace import hostmem
 from headrace.backends.cuda import readers
-from headrace.backends.cuda.driver import Driver, DriverError
+from headrace.backends.cuda.driver import DriverError
 from headrace.backends.cuda.hostcopy import HostCopier, spans
 from headrace.backends.cuda.readers import Readers, Ring, portions
 from headrace.errors import UserError
 from headrace.gguf import open_gguf
 from headrace.hostmem import HostMemory, MappedRange
-from unit.fake_driver import FakeDriver
+from unit.fake_driver import FakeDriver, Interrupted
 
 pytest.importorskip("numba")
 if not sys.platform.startswith("linux"):
@@ -326,30 +326,6 @@ def test_more_jobs_than_the_queue_holds(mapped: Mapped, monkeypatch: pytest.Monk
 
 
 # giving back
-
-
-class Interrupted(FakeDriver):
-    """Ctrl-C right before or behind the n-th driver call."""
-
-    def __init__(self, at: int, behind: bool) -> None:
-        super().__init__()
-        self.at, self.behind, self.calls = at, behind, 0
-
-    def __getattribute__(self, name: str) -> Any:
-        value = object.__getattribute__(self, name)
-        if name not in vars(Driver) or name.startswith("_") or name == "here":
-            return value
-
-        def call(*args: Any) -> Any:
-            self.calls += 1
-            if self.calls == self.at and not self.behind:
-                raise KeyboardInterrupt
-            found = value(*args)
-            if self.calls == self.at and self.behind:
-                raise KeyboardInterrupt
-            return found
-
-        return call
 
 
 @pytest.mark.parametrize("behind", [False, True])

@@ -48,6 +48,7 @@ def _native(name: str, result: Any, *arguments: Any) -> Any:
 
 _I64 = ctypes.c_int64
 _pread = _native("pread", _I64, ctypes.c_int, _I64, _I64, _I64)
+_memset = _native("memset", _I64, _I64, ctypes.c_int, _I64)
 _usleep = _native("usleep", ctypes.c_int, ctypes.c_uint32)
 _sem_init = _native("sem_init", ctypes.c_int, _I64, ctypes.c_int, ctypes.c_uint32)
 _sem_wait = _native("sem_wait", ctypes.c_int, _I64)
@@ -128,6 +129,8 @@ def read_jobs(control: int, jobs: NDArray[np.int64], filled: int, done: int) -> 
                 _add(control + 8 * ERROR_OFFSET, offset + got)
                 _add(control + 8 * FAILED, 1)
             break
+        if got < least:  # zeros are harmless weights, what the buffer held may be NaN in another type
+            _memset(address + got, 0, n - got)
         _store32(filled + 4 * buffer, number)
 
 
