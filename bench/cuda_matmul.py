@@ -39,8 +39,8 @@ def random_q4_k(n_rows: int, n_in: int, seed: int = 0) -> torch.Tensor:
 def run_dequant(raw, out, n_rows, n_in, rows, warps):
     grid = (triton.cdiv(n_rows, rows) * (n_in // 256),)
     dequant.dequant_kernel[grid](
-        raw, raw, out, n_rows, n_in // 256, n_in // 256 * 144,
-        DECODE=decoders.DECODERS["Q4_K"], BLOCK=256, BLOCK_BYTES=144, ROWS=rows, num_warps=warps,
+        raw, raw, out, n_rows, n_in // 256, n_in // 256 * 144, raw, 0, 1,
+        DECODE=decoders.DECODERS["Q4_K"], BLOCK=256, BLOCK_BYTES=144, ROWS=rows, SKIP=False, num_warps=warps,
     )  # fmt: skip
 
 

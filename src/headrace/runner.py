@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from .batch import Batch, Ints, StateBuffer
 from .kvcache import PAGE, KVCache, Sequence
 from .plan import Plan
 from .program import Program, Run, Step, Weights, run_step, short_name
-from .schedule import Acquire, Compute, Release, Upload, schedule, split
+from .schedule import Acquire, Compute, Release, Upload, gather_below, schedule, split
 from .stream import ExpertStream
 
 Logits = NDArray[np.float32]
@@ -25,6 +26,13 @@ Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all) after every micro-batch of a segment; may raise to cancel."""
 Tap = Callable[[int, Ints, NDArray[np.float32]], None]
 """Called after every step with its number, the tokens' positions [T] and their hidden states [T, n_embd]."""
+
+
+class Mode(NamedTuple):
+    """How a pass runs: with which op table, and whether its ops fetch the routed experts themselves."""
+
+    phase: str
+    gathers: bool
 
 
 class Runner:
@@ -44,16 +52,15 @@ class Runner:
         self.x = device.alloc((n, spec.n_embd), "f32")
         self.hidden = device.alloc((plan.n_window, spec.n_embd), "f32") if plan.n_window > n else None
         self.logits = device.alloc((plan.n_out, spec.n_vocab), "f32")
-        self.weights = {
-            phase: [self._step_weights(step, weights, phase) for step in program.steps]
-            for phase in ("prefill", "decode")
-        }
+        feeds = (False, True) if stream.gathers else (False,)
+        self.weights = {g: [self._step_weights(step, weights, g) for step in program.steps] for g in feeds}
+        self.gather_below = gather_below(program) if stream.gathers else 0
         self.n_body = len(program.steps) - 1  # the last step is the head, which runs for wanted rows only
         self.tap: Tap | None = None
 
-    def _step_weights(self, step: Step, weights: dict[str, Weight], phase: str) -> Weights:
+    def _step_weights(self, step: Step, weights: dict[str, Weight], gathers: bool) -> Weights:
         named = {short_name(name): weights[name] for name in step.weights}
-        return Weights(experts=self.stream.experts(step, phase), **named)
+        return Weights(experts=self.stream.experts(step, gathers), **named)
 
     def prefill(
         self, seq: Sequence, token_ids: Seq[int], rows: Seq[int] | None = None, progress: Progress | None = None
@@ -123,7 +130,8 @@ class Runner:
         logits: list[Logits] = []
         n_done = 0
         ends = np.cumsum([b.n_tokens for b in batches])
-        gathers = phase == "decode" and self.stream.gathers
+        gathers = self.stream.gathers and (phase == "decode" or int(ends[-1]) < self.gather_below)
+        mode = Mode(phase, gathers)
         streamed = () if gathers else self.stream.streamed
         self.state.stage(batches, uploads=bool(streamed))
         with self.stream.pass_():
@@ -139,7 +147,7 @@ class Runner:
                         offset = int(ends[u]) - batches[u].n_tokens
                         with self.stream.trace.compute(self.program.steps[first:stop], u, batches[u].n_tokens, phase):
                             self.state.select(u)
-                            logits += self._compute(first, stop, batches[u], offset, phase)
+                            logits += self._compute(first, stop, batches[u], offset, mode)
                         if progress:
                             n_done += batches[u].n_tokens * (stop - first)
                             progress(n_done // len(self.program.steps))
@@ -147,55 +155,55 @@ class Runner:
             self.stream.release_all()
         return logits
 
-    def _compute(self, first: int, stop: int, batch: Batch, offset: int, phase: str) -> list[Logits]:
+    def _compute(self, first: int, stop: int, batch: Batch, offset: int, mode: Mode) -> list[Logits]:
         """Steps first..stop for one micro-batch, whose hidden states start at `offset` of the window."""
         x, n = self.x[: batch.n_tokens], batch.n_tokens
         if self.hidden is not None and first:
             self.device.compute.copy(x, self.hidden[offset : offset + n])
         n_out = len(batch.out_rows) if stop > self.n_body else 0
         whole = 0 < n_out <= self.plan.n_out
-        self._steps(first, stop if whole else min(stop, self.n_body), batch, n_out if whole else 0, phase)
+        self._steps(first, stop if whole else min(stop, self.n_body), batch, n_out if whole else 0, mode)
         if stop <= self.n_body:
             if self.hidden is not None:
                 self.device.compute.copy(self.hidden[offset : offset + n], x)
             return []
         if whole:
             return [self._read_logits(n_out)]
-        return list(self._head_in_parts(batch, phase))
+        return list(self._head_in_parts(batch, mode))
 
-    def _head_in_parts(self, batch: Batch, phase: str) -> Iterator[Logits]:
+    def _head_in_parts(self, batch: Batch, mode: Mode) -> Iterator[Logits]:
         """The head for more rows than the logits buffer holds."""
         for start in range(0, len(batch.out_rows), self.plan.n_out):
             rows = batch.out_rows[start : start + self.plan.n_out]
             self.state.set_out_rows(rows)
-            self._steps(self.n_body, self.n_body + 1, batch, len(rows), phase)
+            self._steps(self.n_body, self.n_body + 1, batch, len(rows), mode)
             yield self._read_logits(len(rows))
 
     def _read_logits(self, n: int) -> Logits:
         return np.array(self.device.download(self.logits[:n]), np.float32)
 
-    def _steps(self, first: int, stop: int, batch: Batch, n_out: int, phase: str) -> None:
+    def _steps(self, first: int, stop: int, batch: Batch, n_out: int, mode: Mode) -> None:
         """Runs steps first..stop together, or one by one where a tap wants to see what each leaves."""
         if not self.tap:
-            self._run(first, stop, batch, n_out, phase)
+            self._run(first, stop, batch, n_out, mode)
             return
         for i in range(first, stop):
-            self._run(i, i + 1, batch, n_out, phase)
+            self._run(i, i + 1, batch, n_out, mode)
             self.tap(i, batch.positions, self.device.download(self.x[: batch.n_tokens]))
 
-    def _run(self, first: int, stop: int, batch: Batch, n_out: int, phase: str) -> None:
+    def _run(self, first: int, stop: int, batch: Batch, n_out: int, mode: Mode) -> None:
         """Runs or replays steps first..stop; the shape is the key, all that changes is in device memory."""
         if first >= stop:
             return
-        key = (phase, first, stop, batch.n_tokens, batch.n_seq, n_out)
+        key = (mode, first, stop, batch.n_tokens, batch.n_seq, n_out)
         if self.device.replay(key):
             return
         state = self.state.view(batch.n_tokens, batch.n_seq, n_out)
         with self.device.record(key):
-            ops = self.device.decode_ops if phase == "decode" else self.device.ops
+            ops = self.device.decode_ops if mode.phase == "decode" else self.device.ops
             x, logits = self.x[: batch.n_tokens], self.logits[:n_out]
             run = Run(ops, self.arena, self.device.act_dtype, state, x, logits, self.cache.layers)
-            for step, weights in zip(self.program.steps[first:stop], self.weights[phase][first:stop]):
+            for step, weights in zip(self.program.steps[first:stop], self.weights[mode.gathers][first:stop]):
                 run_step(step, run, weights)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from .program import Program
+from .spec import MoeSpec
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,15 @@ def segments(n_steps: int, alone: list[int]) -> Iterator[tuple[int, int]]:
 def _streamed(program: Program, i: int, streamed: Collection[str]) -> list[str]:
     experts = program.steps[i].experts
     return [name for name in experts.tensors if name in streamed] if experts else []
+
+
+def gather_below(program: Program) -> int:
+    """Below this many tokens in a pass the routed experts alone are fetched, where the device can; else whole tensors.
+
+    The limit of two assignments an expert is llama.cpp's for uploads: there nine tenths of the experts are touched.
+    """
+    moe = (f for f in program.spec.ffn if isinstance(f, MoeSpec))
+    return min((-(-2 * f.n_expert // f.n_expert_used) for f in moe), default=0)
 
 
 def split(n_tokens: int, n_window: int, n_ubatch: int) -> list[list[tuple[int, int]]]:

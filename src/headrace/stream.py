@@ -51,7 +51,7 @@ class ExpertStream:
         self.slot_of = {name: self.slots[i % len(self.slots)] for i, name in enumerate(names)}
         self.weights = dict(resident)
         self.gathered: dict[str, Weight] = {}
-        """Streamed tensors as the decode phase may read them: fetched expert by expert, without an upload."""
+        """Streamed tensors for passes of few tokens: fetched expert by expert, without an upload."""
         for name, slot in self.slot_of.items():
             self.weights[name] = device.view(streamed[name], slot.buffer)
             if weight := device.gather_view(streamed[name], slot.buffer, host(streamed[name])):
@@ -94,13 +94,14 @@ class ExpertStream:
 
     @property
     def gathers(self) -> bool:
-        """Whether the decode phase can do without uploads."""
-        return len(self.gathered) == len(self.streamed)
+        """Whether a pass can do without uploads."""
+        return 0 < len(self.gathered) == len(self.streamed)
 
-    def experts(self, step: Step, phase: str) -> ExpertWeights | None:
+    def experts(self, step: Step, gathers: bool) -> ExpertWeights | None:
+        """A step's experts: as uploads leave them, or (gathers) as its ops fetch those that they need."""
         if not (e := step.experts):
             return None
-        weights = self.weights | self.gathered if phase == "decode" and self.gathers else self.weights
+        weights = self.weights | self.gathered if gathers else self.weights
         return ExpertWeights(weights[e.gate], weights[e.up] if e.up else None, weights[e.down])
 
     def release_all(self) -> None:

@@ -29,8 +29,8 @@ def test_decodes_as_the_definition(name: str, valid: bool) -> None:
     out = torch.full((N_ROWS, WIDTH), -7.0)
     dequant_kernel[(triton.cdiv(N_ROWS, ROWS) * (WIDTH // block),)](
         torch.from_numpy(raw.reshape(-1)), torch.from_numpy(decoders.table(name)), out, N_ROWS, WIDTH // block,
-        kind.row_bytes(WIDTH), DECODE=decoders.DECODERS[name], BLOCK=block,
-        BLOCK_BYTES=block * kind.block_bytes // kind.block, ROWS=ROWS,
+        kind.row_bytes(WIDTH), out, 0, 1, DECODE=decoders.DECODERS[name], BLOCK=block,
+        BLOCK_BYTES=block * kind.block_bytes // kind.block, ROWS=ROWS, SKIP=False,
     )  # fmt: skip
     with np.errstate(all="ignore"):
         right = dequantize(raw.reshape(-1), kind, (N_ROWS, WIDTH))

@@ -15,8 +15,6 @@ ROWS = {256: 1, 128: 1, 64: 4, 32: 8}
 """Rows a program by the weights of a block (H200, Q4_K 512 x 2048: 4 rows 9.6 us, 1 row with unrolling 4.0)."""
 UNROLL = 4
 """Blocks of a row whose loads are in flight together."""
-GATHER_WORDS = 2048
-"""8-byte words a program copies: 16 KiB."""
 
 
 class DecodeOps(CudaOps):
@@ -49,17 +47,6 @@ class DecodeOps(CudaOps):
                 ADD=add, HAS_BIAS=bias is not None, **constants,
             )  # fmt: skip
 
-    def _experts(self, w: Any, routing: Routing) -> Tensor:
-        """The bytes of a weight; of one in host memory, after fetching the experts that are routed to."""
-        if w.host is not None:
-            n_expert = w.info.shape[0]
-            expert_bytes, n = w.info.n_bytes // n_expert, routing.ids.numel()
-            words = min(GATHER_WORDS, 1 << (expert_bytes // 8).bit_length() - 1)
-            matvec.gather_kernel[(triton.cdiv(expert_bytes // 8, words), n)](
-                w.host, w.data, routing.ids, n, expert_bytes, WORDS=words, num_warps=4
-            )  # fmt: skip
-        return w.data
-
     def expert_glu(
         self, out: Tensor, x: Tensor, routing: Routing, gate: Any, up: Any, activation: str,
         gate_bias: Any = None, up_bias: Any = None,
@@ -76,8 +63,8 @@ class DecodeOps(CudaOps):
             return
         block, constants = self._format(gate)
         row_bytes, expert_bytes = gate.info.type.row_bytes(d), gate.info.n_bytes // n_expert
-        g = self._experts(gate, routing)
-        u = self._experts(up, routing) if up else g[n_ff * row_bytes :]
+        g = self.fetched(gate, routing)
+        u = self.fetched(up, routing) if up else g[n_ff * row_bytes :]
         matvec.expert_glu_vec_kernel[(triton.cdiv(n_ff, constants["ROWS"]), n)](
             x, g, u, self.lut(gate.info.type.name), gate_bias.floats() if gate_bias else x,
             up_bias.floats() if up_bias else x, out, routing.ids, n_ff, d // block, row_bytes, expert_bytes,
@@ -95,7 +82,7 @@ class DecodeOps(CudaOps):
         n_expert, _, n_in = w.info.shape
         block, constants = self._format(w)
         matvec.expert_matvec_kernel[(triton.cdiv(n_out, constants["ROWS"]), n)](
-            x, self._experts(w, routing), self.lut(w.info.type.name), bias.floats() if bias else x, out, routing.ids,
+            x, self.fetched(w, routing), self.lut(w.info.type.name), bias.floats() if bias else x, out, routing.ids,
             n_out, n_in // block, w.info.type.row_bytes(n_in), w.info.n_bytes // n_expert, x.stride(0),
             TOP_K=n // x.shape[0], HAS_BIAS=bias is not None, **constants,
         )  # fmt: skip

@@ -10,13 +10,21 @@ import triton.language as tl
 
 @triton.jit
 def dequant_kernel(
-    src, lut, dst, n_rows, n_blocks, row_bytes,
-    DECODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr,
+    src, lut, dst, n_rows, n_blocks, row_bytes, starts, first_expert, expert_rows,
+    DECODE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, ROWS: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
-    """dst [n_rows, n_blocks * BLOCK] = the decoded rows at src; one program decodes one block of ROWS rows."""
+    """dst [n_rows, n_blocks * BLOCK] = the decoded rows at src; one program decodes one block of ROWS rows.
+
+    With SKIP the rows are those of experts from first_expert on; experts without entries (`starts`) are left out."""
     pid = tl.program_id(0)
     b = pid % n_blocks
-    rows = (pid // n_blocks) * ROWS + tl.arange(0, ROWS)
+    row0 = (pid // n_blocks) * ROWS
+    if SKIP:
+        last = tl.minimum(row0 + ROWS, n_rows) - 1
+        e0, e1 = first_expert + row0 // expert_rows, first_expert + last // expert_rows
+        if tl.load(starts + e0) == tl.load(starts + e1 + 1):
+            return
+    rows = row0 + tl.arange(0, ROWS)
     inside = rows < n_rows
     safe = tl.minimum(rows, n_rows - 1).to(tl.int64)
     w = DECODE(src + safe * row_bytes + b * BLOCK_BYTES, lut)

@@ -1,8 +1,7 @@
 """Products of the decode phase: one program computes a few rows for one token, decoding the weights as it reads them.
 
 The order of a sum is fixed by the width alone: lane k of a block adds up over the blocks, then the lanes are summed.
-Weights are rounded to the activation dtype first, as in the prefill phase. Experts that live in host memory are
-fetched by `gather_kernel` into their slot before, by the ids on the device: nothing is read back.
+Weights are rounded to the activation dtype first, as in the prefill phase.
 """
 
 import triton
@@ -83,21 +82,3 @@ def expert_matvec_kernel(
     if HAS_BIAS:
         y += tl.load(bias + e * n_out + safe)
     tl.store(out + entry.to(tl.int64) * n_out + rows, y.to(out.dtype.element_ty), mask=rows < n_out)
-
-
-@triton.jit(do_not_specialize=["n_entries"])
-def gather_kernel(host, slot, ids, n_entries, expert_bytes, WORDS: tl.constexpr):
-    """Copies the experts of all entries from host memory to their places in the slot, each once. Grid: (pieces of an
-    expert, entries); a piece is WORDS numbers of 8 bytes, the last one of an expert reaches back to overlap."""
-    entry = tl.program_id(1)
-    e = tl.load(ids + entry)
-    first = 0
-    for other in range(entry):
-        first += (tl.load(ids + other) == e).to(tl.int32)
-    if first > 0:
-        return
-    n_words = expert_bytes // 8
-    start = tl.minimum(tl.program_id(0) * WORDS, n_words - WORDS)
-    at = e.to(tl.int64) * n_words + start + tl.arange(0, WORDS)
-    source = host.to(tl.pointer_type(tl.int64)) + at
-    tl.store(slot.to(tl.pointer_type(tl.int64)) + at, tl.load(source))

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
-from . import attention, deltanet, experts, gemm, router, rows
+from . import attention, deltanet, experts, gather, gemm, router, rows
 from .decoders import DECODERS, decode_block, table
 from .dequant import dequant_kernel
 from .scratch import ScratchRing
@@ -142,15 +142,19 @@ class CudaOps:
             self._gemm(out[:, first : first + n], x, weights, n, n_in, None if b is None else b[first:], add, "ieee")
             self.decoded.done()
 
-    def _decode(self, out: Tensor, w: Any, first: int, n_rows: int, n_in: int) -> None:
-        """Rows first.. of a weight in the activation dtype."""
+    def _decode(
+        self, out: Tensor, w: Any, first: int, n_rows: int, n_in: int, starts: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Rows first.. of a weight in the activation dtype; with `starts` only those of experts that have entries."""
         t = w.info.type
         block = decode_block(t.name, t.block)
         row_bytes, n_blocks = t.row_bytes(n_in), n_in // block
         per = 2048 // block
         dequant_kernel[(triton.cdiv(n_rows, per) * n_blocks,)](
-            w.data[first * row_bytes :], self.lut(t.name), out, n_rows, n_blocks, row_bytes, DECODE=DECODERS[t.name],
-            BLOCK=block, BLOCK_BYTES=block * t.block_bytes // t.block, ROWS=per, num_warps=2,
+            w.data[first * row_bytes :], self.lut(t.name), out, n_rows, n_blocks, row_bytes,
+            out if starts is None else starts, first // w.info.shape[-2] if starts is not None else 0, w.info.shape[-2],
+            DECODE=DECODERS[t.name], BLOCK=block, BLOCK_BYTES=block * t.block_bytes // t.block, ROWS=per,
+            SKIP=starts is not None, num_warps=2,
         )  # fmt: skip
 
     def _gemm(
@@ -203,6 +207,17 @@ class CudaOps:
         )
         return te, tr, n_tiles
 
+    def fetched(self, w: Any, routing: Routing) -> Tensor:
+        """The bytes of a weight; of one in host memory, after fetching the experts that are routed to."""
+        if w.host is not None:
+            n_expert = w.info.shape[0]
+            expert_bytes, n = w.info.n_bytes // n_expert, routing.ids.numel()
+            words = min(gather.WORDS, 1 << (expert_bytes // 8).bit_length() - 1)
+            gather.gather_kernel[(triton.cdiv(expert_bytes // 8, words), n)](
+                w.host, w.data, routing.ids, n, expert_bytes, WORDS=words, BLOCK=gather.BLOCK, num_warps=4
+            )  # fmt: skip
+        return w.data
+
     def _expert_chunks(self, n_expert: int, n_weights: int) -> Any:
         per = max(1, self.tiles.scratch_weights // n_weights)
         return ((first, min(per, n_expert - first)) for first in range(0, n_expert, per))
@@ -215,15 +230,20 @@ class CudaOps:
         n_expert, _, d = gate.info.shape
         if not n:
             return
+        few = gate.host is not None  # of the experts are touched: only those are fetched and decoded
+        for w in (gate, up):
+            if w:
+                self.fetched(w, routing)
         bm, bn, warps, stages = pick(self.tiles.glu, n / n_expert)
         te, tr, n_tiles = self._tile_map(routing, bm)
         for first, m in self._expert_chunks(n_expert, 2 * n_ff * d):
             n_rows = n_ff if up else 2 * n_ff  # without `up` an expert is its gate, then its up
-            with self.decoded.fill() as g:
+            starts = routing.starts if few else None
+            with self.decoded.fill(behind=few) as g:
                 u = g[(m * n_rows if up else n_ff) * d :]
-                self._decode(g, gate, first * n_rows, m * n_rows, d)
+                self._decode(g, gate, first * n_rows, m * n_rows, d, starts)
                 if up:
-                    self._decode(u, up, first * n_rows, m * n_rows, d)
+                    self._decode(u, up, first * n_rows, m * n_rows, d, starts)
             g, u = (self._described(w, (m - 1) * n_rows + n_ff, d, bn) for w in (g, u))
             experts.expert_glu_kernel[(triton.cdiv(n_ff, bn), n_tiles)](
                 x, g, u, gate_bias.floats() if gate_bias else x, up_bias.floats() if up_bias else x, out, routing.order,
@@ -238,11 +258,13 @@ class CudaOps:
         n_expert, d, _ = down.info.shape
         if not n:
             return
+        few = down.host is not None
+        self.fetched(down, routing)
         bm, bn, warps, stages = pick(self.tiles.down, n / n_expert)
         te, tr, n_tiles = self._tile_map(routing, bm)
         for first, m in self._expert_chunks(n_expert, n_ff * d):
-            with self.decoded.fill() as weights:
-                self._decode(weights, down, first * d, m * d, n_ff)
+            with self.decoded.fill(behind=few) as weights:
+                self._decode(weights, down, first * d, m * d, n_ff, routing.starts if few else None)
             w = self._described(weights, m * d, n_ff, bn)
             experts.expert_down_kernel[(triton.cdiv(d, bn), n_tiles)](
                 h, w, bias.floats() if bias else h, out, routing.order, routing.starts, te, tr, first, m, n, d, n_ff,

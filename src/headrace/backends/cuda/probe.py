@@ -112,20 +112,19 @@ def _gather_rate(device: Any, source: MappedRange, slot: Any, seconds: float) ->
     """Bytes per second of the kernel that decoding fetches experts with."""
     import triton
 
-    from . import matvec
-    from .decode_ops import GATHER_WORDS
     from .device import HostBytes
+    from .gather import BLOCK, WORDS, gather_kernel
 
-    n_bytes = min(GATHERED_BYTES, source.n_bytes // (8 * GATHER_WORDS) * 8 * GATHER_WORDS)
+    n_bytes = min(GATHERED_BYTES, source.n_bytes // (8 * WORDS) * 8 * WORDS)
     if not (n := min(8, source.n_bytes // n_bytes) if n_bytes else 0):
         return 0.0
     ids = torch.arange(n, dtype=torch.int32, device=device.where)
     host = HostBytes(np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 1).from_address(source.address)))
-    grid = (triton.cdiv(n_bytes // 8, GATHER_WORDS), n)
+    grid = (triton.cdiv(n_bytes // 8, WORDS), n)
 
     def work() -> None:
         with device.copy.here():
-            matvec.gather_kernel[grid](host, slot, ids, n, n_bytes, WORDS=GATHER_WORDS, num_warps=4)
+            gather_kernel[grid](host, slot, ids, n, n_bytes, WORDS=WORDS, BLOCK=BLOCK, num_warps=4)
 
     return rate(device, device.copy, work, n * n_bytes, seconds)
 

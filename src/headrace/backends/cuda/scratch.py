@@ -28,15 +28,20 @@ class ScratchRing:
             self.stream.wait_stream(torch.cuda.current_stream(self.where))
 
     @contextmanager
-    def fill(self) -> Iterator[torch.Tensor]:
-        """The next buffer, to be filled by what is launched inside; what is launched after may read it."""
+    def fill(self, behind: bool = False) -> Iterator[torch.Tensor]:
+        """The next buffer, to be filled by what is launched inside; what is launched after may read it.
+
+        `behind`: filling needs what was launched so far.
+        """
         if not self.buffers:
             self.buffers = [torch.empty(self.n_weights, dtype=self.dtype, device=self.where) for _ in self.read_events]
         self.turn = (self.turn + 1) % len(self.buffers)
         if not self.stream:
             yield self.buffers[self.turn]
             return
-        if event := self.read_events[self.turn]:
+        if behind:
+            self.stream.wait_stream(torch.cuda.current_stream(self.where))
+        elif event := self.read_events[self.turn]:
             self.stream.wait_event(event)
         with torch.cuda.stream(self.stream):
             yield self.buffers[self.turn]
