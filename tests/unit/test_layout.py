@@ -12,7 +12,7 @@ ROOT = SRC.parents[1]
 
 LAYERS = [
     {"errors", "env", "stats", "config"},
-    {"quants"},
+    {"quants", "rates"},
     {"gguf", "spec", "hostmem"},
     {"backends.base"},
     {"batch", "program", "sampling", "tokenizer", "pretokenizers", "chat", "kvcache", "trace"},
