@@ -222,20 +222,29 @@ def experts_case(
     return lab.get(h, y, x)
 
 
-def delta_case(lab: Lab, *sequences: tuple[int, int], k_heads: int = 2, v_heads: int = 4, dim: int = 32) -> Result:
+def delta_case(
+    lab: Lab, *sequences: tuple[int, int], k_heads: int = 2, v_heads: int = 4, dim: int = 32, alike: bool = False
+) -> Result:  # fmt: skip
+    """With `alike` a text of one token over and over, which hardly decays: all keys are equal."""
     spec = DeltaNetSpec(k_heads, v_heads, dim, dim, 4, 1e-6)
     state, t, n_slot = lab.state(*sequences), sum(n for _, n in sequences), len(sequences)
     width = spec.conv_width
     cache = RecurrentLayer(lab.f32(n_slot, 3, width), lab.f32(n_slot, v_heads, dim, dim, scale=0.3))
     conv = lab.out(t, width)
-    lab.ops.conv1d(conv, lab.acts(t, width), lab.vector(lab.normal(width, 4)), cache, state)
+    x = np.repeat(lab.normal(1, width), t, 0) if alike else lab.normal(t, width)
+    lab.ops.conv1d(conv, lab.tensor(x), lab.vector(lab.normal(width, 4)), cache, state)
     heads = conv.reshape(t, 2 * k_heads + v_heads, dim)
     q, k, out = lab.out(t, k_heads, dim), lab.out(t, k_heads, dim), lab.out(t, v_heads, dim)
     lab.ops.l2_norm(q, heads[:, :k_heads], 1e-6)
     lab.ops.l2_norm(k, heads[:, k_heads : 2 * k_heads], 1e-6)
+    alpha, beta = (
+        lab.f32(t, v_heads),
+        lab.tensor(np.full((t, v_heads), 3.0) if alike else lab.normal(t, v_heads), "f32"),
+    )
+    a = -np.exp(lab.normal(v_heads, scale=0.5)) * (1e-3 if alike else 1)
     lab.ops.delta_net(
-        out, q, k, heads[:, 2 * k_heads :], lab.f32(t, v_heads), lab.f32(t, v_heads), lab.vector(lab.normal(v_heads)),
-        lab.vector(-np.exp(lab.normal(v_heads, scale=0.5))), cache, state, spec,
+        out, q, k, heads[:, 2 * k_heads :], alpha, beta, lab.vector(lab.normal(v_heads)), lab.vector(a), cache, state,
+        spec,
     )  # fmt: skip
     return lab.get(conv, out, cache.conv, cache.s)
 
@@ -313,6 +322,7 @@ CASES = [
     case("delta one token", delta_case, (0, 1)),
     case("delta decode", delta_case, (9, 1), (40, 1)),
     case("delta prompt", delta_case, (5, 70)),
+    case("delta of one token over and over", delta_case, (0, 70), alike=True),
     case("delta wide", delta_case, (0, 5), k_heads=1, v_heads=2, dim=128),
     case("decode delta", delta_case, (9, 1), (0, 1), (40, 1), dim=64, decode=True),
     case("delta several", delta_case, (0, 2), (7, 33), (50, 1), k_heads=1, v_heads=3),

@@ -77,14 +77,17 @@ def prepare_kernel(
     kk = tl.dot(kt, tl.trans(kt))
     lower = i[:, None] > i[None, :]
     strict = tl.where(lower, b[:, None] * gamma * kk, 0.0)
-    # (I + A)^-1 = (I - A)(I + A^2)(I + A^4)...: exact after log2(CHUNK) factors, as A^CHUNK = 0
-    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    inverse, power = eye - strict, strict
-    n_done = 2
-    while n_done < CHUNK:
-        power = tl.dot(power, power, input_precision="tf32x3")
-        inverse += tl.dot(inverse, power, input_precision="tf32x3")
-        n_done *= 2
+    # (I + A)^-1 by halves: [[P, 0], [B, Q]]^-1 = [[P^-1, 0], [-Q^-1 B P^-1, Q^-1]] for blocks of 2, 4, ... CHUNK rows.
+    # Every part is an inverse itself, so nothing grows. (I - A)(I + A^2)(I + A^4)... is as short, but equal keys, as of
+    # a repeated token, make its powers 1e10 times the result: 1e9 off with b = 0.9.
+    half = i[:, None] ^ i[None, :]
+    inverse = tl.where(half == 0, 1.0, tl.where(half == 1, -strict, 0.0))
+    size = 2
+    while size < CHUNK:
+        b_part = tl.where((half >= size) & (half < 2 * size), strict, 0.0)
+        b_part = tl.dot(inverse, b_part, input_precision="tf32x3")
+        inverse -= tl.dot(b_part, inverse, input_precision="tf32x3")
+        size *= 2
     t = inverse.to(kt.dtype)
     u = tl.dot(t, (b[:, None] * vt.to(tl.float32)).to(kt.dtype))
     wt = tl.dot(t, (b[:, None] * tl.exp(c)[:, None] * kt.to(tl.float32)).to(kt.dtype))

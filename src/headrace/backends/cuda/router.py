@@ -41,7 +41,8 @@ def topk_kernel(
     taken = tl.zeros((TOKENS, E), tl.int32)
     for rank in tl.static_range(TOP_K):
         best = tl.max(score, 1)[:, None]
-        pick = tl.min(tl.where(score == best, e, E), 1)[:, None]
+        # at most the last expert: where nothing equals the best, as of NaN, an id of none would be read from anywhere
+        pick = tl.minimum(tl.min(tl.where(score == best, e, E), 1), n_expert - 1)[:, None]
         hit = e == pick
         chosen = tl.where(r == rank, pick, chosen)
         values = tl.where(r == rank, tl.sum(tl.where(hit, gate, 0.0), 1)[:, None], values)
