@@ -214,3 +214,27 @@ def test_every_way_over_the_link_is_measured_and_released(refuses: bool) -> None
     assert ("OUT_OF_MEMORY" in found.why_not_registered) is refuses and found.gather_gbps == 0
     assert not driver.locked and not driver.n_bad_unlocks
     driver.close()
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
+def test_speeds_are_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from headrace.backends.cuda import probe
+
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
+    rates, calls = probe.Rates(link_gbps=25.5, matmul_tflops=50), []
+
+    def measure(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise MemoryError
+        return rates, None
+
+    monkeypatch.setattr(probe, "measure", measure)
+    device = SimpleNamespace(info=SimpleNamespace(name="card"), compute=SimpleNamespace(stream=None))
+    assert probe.measured_rates(device) == probe.Rates() and not calls
+    device.compute.stream = 1
+    assert probe.measured_rates(device) == probe.Rates() and not list(tmp_path.iterdir())
+    assert [probe.measured_rates(device) for _ in range(2)] == [rates, rates] and len(calls) == 2
+    monkeypatch.setattr(nvml, "driver_version", lambda: "999.1")
+    probe.measured_rates(device)
+    assert len(calls) == 3

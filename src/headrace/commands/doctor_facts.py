@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import __version__, hostmem
 from ..errors import UserError
+from ..rates import save_rates
 
 Facts = dict[str, Any]
 READ_BYTES = 256 << 20
@@ -146,7 +147,7 @@ def gpus(model_path: Path | None, seconds: float) -> tuple[list[Facts], str]:
         try:
             with closing(open_device("cuda", index=index)) as device:
                 found.append(gpu(device, model_path, seconds))
-        except UserError as error:
+        except (UserError, MemoryError) as error:
             found.append({"name": torch.cuda.get_device_name(index), "unusable": str(error)})
     return found, "" if found else "kernels run in Triton's interpreter: unset TRITON_INTERPRET"
 
@@ -178,7 +179,6 @@ def gpu(device: Any, model_path: Path | None, seconds: float) -> Facts:
     import torch
 
     from ..backends.cuda import nvml, probe
-    from ..backends.cuda.driver import cuda_driver
 
     p = torch.cuda.get_device_properties(device.where)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device.where)
@@ -191,10 +191,10 @@ def gpu(device: Any, model_path: Path | None, seconds: float) -> Facts:
     link = probe.pcie_under_load(device)
     facts["pcie"] = {**asdict(link), "gbps": link.gbps, "max_gbps": link.max_gbps} if link else None
     with probe.sample(model_path) as source:
-        facts |= asdict(probe.link_rates(device, cuda_driver(device.where.index), source, seconds))
-    facts |= {
-        "memory_gbps": probe.memory_gbps(device, seconds), "matmul_tflops": probe.matmul_tflops(device, seconds, 8192),
-    }  # fmt: skip
+        rates, ways = probe.measure(device, source, seconds)
+    if not model_path:  # a file may stand on another rung than the machine allows
+        save_rates(probe.rates_name(device), rates)
+    facts |= asdict(ways) | {"memory_gbps": rates.hbm_gbps, "matmul_tflops": rates.matmul_tflops}
     facts["rung"] = next((r for r in ("registered", "staged", "pageable") if facts[f"{r}_gbps"]), "none")
     return facts
 

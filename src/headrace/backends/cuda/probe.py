@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from ...hostmem import PAGE_BYTES, MappedRange
+from ...rates import Rates, load_rates, save_rates
 from . import nvml
-from .driver import Driver, DriverError
+from .driver import Driver, DriverError, cuda_driver
 from .hostcopy import HostCopier
 
 log = logging.getLogger("headrace")
@@ -157,7 +158,7 @@ def memory_gbps(device: Any, seconds: float, n_bytes: int = SAMPLE_BYTES) -> flo
     return rate(device, device.compute, lambda: device.compute.copy(a, b), 2 * n_bytes, seconds) / 1e9
 
 
-def matmul_tflops(device: Any, seconds: float, n: int = 4096) -> float:
+def matmul_tflops(device: Any, seconds: float, n: int = 8192) -> float:
     """TFLOP/s of a library product [n, n] x [n, n] in the device's activation type."""
     a, b, c = (device.alloc((n, n), device.act_dtype) for _ in range(3))
 
@@ -166,6 +167,38 @@ def matmul_tflops(device: Any, seconds: float, n: int = 4096) -> float:
             torch.matmul(a, b, out=c)
 
     return rate(device, device.compute, work, 2 * n**3, seconds) / 1e12
+
+
+def measure(device: Any, source: MappedRange, seconds: float, gather: bool = True) -> tuple[Rates, LinkRates]:
+    """All speeds of a device, each measured for about so many seconds."""
+    link = link_rates(device, cuda_driver(device.where.index), source, seconds, gather)
+    rates = Rates(
+        link_gbps=link.registered_gbps, staged_gbps=link.staged_gbps, pageable_gbps=link.pageable_gbps,
+        hbm_gbps=memory_gbps(device, seconds), matmul_tflops=matmul_tflops(device, seconds),
+    )  # fmt: skip
+    torch.cuda.empty_cache()
+    return rates, link
+
+
+def measured_rates(device: Any) -> Rates:
+    """The speeds of a device: those kept from before, else measured now (0.7 s on an H200) and kept. Nothing is
+    known of the interpreter, nor of a card without 800 MiB of free memory."""
+    if not device.compute.stream:
+        return Rates()
+    if found := load_rates(rates_name(device)):
+        return found
+    try:
+        with sample() as source:
+            rates, _ = measure(device, source, 0.1, gather=False)
+    except MemoryError:
+        return Rates()
+    save_rates(rates_name(device), rates)
+    return rates
+
+
+def rates_name(device: Any) -> str:
+    """Speeds are kept per kind of card and driver."""
+    return f"{device.info.name}, driver {nvml.driver_version()}"
 
 
 def pcie_under_load(device: Any, seconds: float = 0.3) -> nvml.PcieLink | None:
