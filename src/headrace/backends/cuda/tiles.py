@@ -26,7 +26,7 @@ class Tiles:
 
     @staticmethod
     def of(capability: tuple[int, int]) -> "Tiles":
-        """By shared memory: 227 KiB on sm_90 and sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120."""
+        """By shared memory: 227 KiB on sm_90 and sm_100, 163 on sm_80, 99 on sm_86, sm_89 and sm_120, 64 on sm_75."""
         if capability[0] in (9, 10):
             # H200, TFLOP/s (bench/cuda_matmul.py): 8192 tokens gemm 603, glu 435, down 377; 16384 glu 511, down 365
             return Tiles(
@@ -44,7 +44,8 @@ class Tiles:
             glu=((128, 64, 8, 3), (64, 64, 4, 3), (32, 64, 4, 3), (16, 64, 4, 3)),
             down=((128, 128, 8, 3), (64, 128, 4, 3), (32, 128, 4, 3), (16, 128, 4, 3)),
             attention=(64, 32, 4, 2),
-            attention_wide=(64, 32, 4, 2),
+            # without tensor cores (sm_75) 64 rows of wide heads took 96 of the 64 KiB that there are
+            attention_wide=(64, 32, 4, 2) if capability >= (8, 0) else (16, 32, 4, 2),
             scratch_weights=64 << 20,
             tma=capability[0] > 10,
         )
