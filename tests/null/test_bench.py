@@ -2,13 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headrace.backends import null
+from headrace.backends.base import DeviceInfo
 from headrace.commands import main
+from headrace.commands.bench import peak_gbps
 from headrace.commands.bench_rows import link_row, overlap
 from headrace.gguf import open_gguf
+from headrace.rates import Rates, save_rates
 from headrace.trace import Span
 from models.tiny import Tiny, write
 
@@ -67,8 +72,6 @@ def test_a_token_moves_its_uploads(model: Path, capsys: pytest.CaptureFixture[st
 def test_gathered_experts_count_and_their_computation_bounds_nothing(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.backends import null
-
     monkeypatch.setattr(
         "headrace.engine.open_device", lambda *args, **options: null.open_device(link_gbps=LINK_GBPS, gathers=True)
     )
@@ -79,6 +82,26 @@ def test_gathered_experts_count_and_their_computation_bounds_nothing(
     assert 90 < token["bound_percent"] < 100
     assert both["moved_bytes"] == 3 * routed + N_LAYER * layer_bytes(model)
     assert both["copy_s"] == pytest.approx(N_LAYER * layer_bytes(model) / LINK_GBPS / 1e9) and both["overlap"] > 0
+
+
+def test_what_only_the_device_knows_is_left_empty(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt too short for uploads fetches the experts that its tokens share."""
+    monkeypatch.setattr("headrace.engine.open_device", lambda *args, **options: null.open_device(gathers=True))
+    short, long = bench(model, capsys, "-p", "5,6", "-n", "0")
+    assert short["moved_bytes"] is None and short["link_gbps"] is None and short["bound_ts"] is None
+    assert long["moved_bytes"] == N_LAYER * layer_bytes(model), "two assignments an expert: 6 tokens x 3 of 8"
+    assert main(["bench", "-m", str(model), "-p", "5", "-n", "0", "-r", "1"]) == 0
+    assert [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")][-5:] == [""] * 5
+
+
+def test_the_link_s_speed_is_the_device_s_or_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
+    save_rates("a gpu", Rates(link_gbps=0.0, staged_gbps=36.0, pageable_gbps=6.5))
+    for name, link_gbps, wanted in (("a gpu", 0.0, 36.0), ("a gpu", 55.0, 55.0), ("another", 0.0, 0.0)):
+        device = SimpleNamespace(info=DeviceInfo(name, "gpu", 0, 0, link_gbps))
+        assert peak_gbps(SimpleNamespace(device=device)) == wanted  # type: ignore[arg-type]
 
 
 def test_nothing_streamed_nothing_said(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,18 +172,31 @@ def once(engine: "Engine", test: Test, trace: "Trace | None" = None) -> Sample:
         device.compute.record(stop)
     finally:
         stream.trace = Trace()
-    gathered_bytes = test.n_gen * routed_bytes(engine) if stream.gathers else 0
-    return Sample(device.between_s(start, stop), stream.uploaded_bytes - before_bytes + gathered_bytes)
+    fetched_bytes = fetched(engine, test)
+    moved_bytes = None if fetched_bytes is None else stream.uploaded_bytes - before_bytes + fetched_bytes
+    return Sample(device.between_s(start, stop), moved_bytes)
 
 
 def peak_gbps(engine: "Engine") -> float:
     """The link's own speed, where it was measured; 0 where not."""
-    return engine.plan.device.link_gbps
+    from ..rates import Rates, load_rates
+
+    device = engine.device.info
+    rates = load_rates(device.name) or Rates()
+    return device.link_gbps or max(rates.link_gbps, rates.staged_gbps, rates.pageable_gbps)
 
 
-def routed_bytes(engine: "Engine") -> int:
-    """Of the streamed experts, those that one token takes."""
-    return sum(
+def fetched(engine: "Engine", test: Test) -> int | None:
+    """Bytes that the device's ops fetch by themselves, beside the uploads: the routed experts of every token that is
+    written. None where a short prompt's tokens share experts, so that only the device knows how many they take."""
+    from ..schedule import split
+
+    if not engine.stream.gathers:
+        return 0
+    windows = split(test.n_prompt, engine.plan.n_window, engine.plan.n_ubatch)
+    if any(window[-1][1] - window[0][0] < engine.runner.gather_below for window in windows):
+        return None
+    return test.n_gen * sum(
         engine.program.spec.ffn[step.layer].n_expert_used * t.n_bytes // t.shape[0]
         for step in engine.program.steps
         for name, t in engine.stream.streamed.items()

@@ -30,7 +30,7 @@ def markdown(varied: Sequence[str]) -> Emit:
         ("t/s", 20, lambda r: f"{r['avg_ts']:.2f} ± {r['stddev_ts']:.2f}"),
     ]
     link: list[tuple[str, int, Callable[[Row], str]]] = [
-        ("moved", 10, lambda r: size_text(r["moved_bytes"])),
+        ("moved", 10, lambda r: "" if r["moved_bytes"] is None else size_text(r["moved_bytes"])),
         ("link GB/s", 9, lambda r: number(r["link_gbps"], 1)),
         ("% of bound", 10, lambda r: number(r["bound_percent"])),
         ("overlap %", 9, lambda r: number(r["overlap"], scale=100)),

@@ -36,7 +36,7 @@ class Sample:
     """One run: seconds by the device's clock (the virtual one of a null device), and what crossed the link."""
 
     seconds: float
-    moved_bytes: int
+    moved_bytes: int | None
 
 
 def test_row(test: Test, samples: list[Sample]) -> dict[str, Any]:
@@ -54,7 +54,9 @@ def test_row(test: Test, samples: list[Sample]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def link_row(avg_ts: float, n_tokens: int, moved_bytes: int, spans: "list[Span]", peak_gbps: float) -> dict[str, Any]:
+def link_row(
+    avg_ts: float, n_tokens: int, moved_bytes: int | None, spans: "list[Span]", peak_gbps: float
+) -> dict[str, Any]:  # fmt: skip
     """What crossed the link and how near that is to the bound, min(tokens / upload seconds, resident speed); None
     where it is not known. The resident speed is that of the traced computations alone, without their waits; `spans`
     holds no computations that fetch experts themselves."""
