@@ -123,6 +123,17 @@ def test_logits_that_are_no_numbers_are_no_match(
     monkeypatch.setattr(ReferenceOps, "expert_down", lambda *args: None)  # what nobody writes is NaN
     status, out = verify(capsys, path, "--backend", "reference", "-ub", "64", "-t", "1", "--repack", "off", "-p", "9")
     assert status == 1 and "no numbers" in out
+    assert "first difference: layer 0, step blk.0.ffn (9 of 9 tokens" in out
+
+
+def test_a_bug_tells_its_setting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ReferenceOps, "expert_down", broken)
+    with pytest.raises(ZeroDivisionError) as found:
+        main(["verify", "-m", str(path), "--backend", "reference", "-ub", "64", "-p", "9"])
+    assert "'schedule': 'ubatch'" in found.value.__notes__[0]
 
 
 def test_one_setting_proves_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ class Reference:
 
 def run(args: argparse.Namespace) -> int:
     from ..engine import prepare
-    from .verify_runs import checks, default_axes, prompts
+    from .verify_runs import OTHER_ARITHMETIC, checks, default_axes, prompts
 
     given = {"backend": ["auto"], **config_of(args)}
     if len(given["backend"]) > 1:
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     ready = prepare(args.model, Config.of(**fixed))
     ready.device.close()
     exact, other = default_axes(ready.device.info.kind, ready.program)
-    other = {k: lists.get(k, v) for k, v in other.items() if k not in fixed}
+    other = other | {k: v for k, v in lists.items() if k in OTHER_ARITHMETIC or k in other}
+    other = {k: v for k, v in other.items() if k not in fixed}
     exact = {k: v for k, v in {**exact, **lists}.items() if k not in fixed and k not in other}
     todo = checks(exact, other, args.full)
     ref = Reference(args.model, fixed, prompts(ready.program.spec.n_vocab, lengths, args.n_gen), todo[0])
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def opened(ref: Reference, check: "Check") -> "Engine":
     from .. import open as open_model
 
-    with progress("loading") as show:
+    with progress("loading", least=1 << 50) as show:  # a bar on a terminal, no lines elsewhere
         return open_model(ref.model, load_progress=show, **{**ref.fixed, **check.setting})
 
 
@@ -111,6 +112,9 @@ def compare(ref: Reference, todo: "list[Check]", varied: list[str]) -> bool:
             if check is ref.first:
                 raise
             n_skipped, found = n_skipped + 1, Verdict(f"skipped: {error}")
+        except Exception as error:
+            error.add_note(f"in the setting {check.setting}")
+            raise
         values = [str(check.setting.get(name, "")) for name in varied]
         table_row([*values, fed, f"{time.perf_counter() - start_s:.1f}", found.text], widths)
         if found.part:

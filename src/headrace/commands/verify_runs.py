@@ -21,6 +21,8 @@ LOGITS_BYTES = 32 << 20
 """Most bytes of logits kept of one prompt; more rows are sampled evenly, and the last is always there."""
 NEEDS_STREAM = ("prefetch_experts", "register_host")
 """Fields that mean nothing while no experts are on the host."""
+OTHER_ARITHMETIC = ("repack", "expert_decode", "split_rank", "cache_type_k", "cache_type_v")
+"""Fields that round otherwise, on every device."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,18 @@ def run_prompts(engine: Engine, todo: Sequence[Prompt]) -> Iterator[tuple[Part, 
 
 
 def fingerprints(engine: Engine, todo: Sequence[Prompt]) -> Iterator[tuple[Part, int, NDArray[np.uint64]]]:
-    """As `run_prompts`, but of the hidden states behind every step: uint64 [steps, tokens]."""
-    prints = np.zeros((len(engine.program.steps), max(len(p.ids) + len(p.decoded) for p in todo)), np.uint64)
+    """As `run_prompts`, but of the hidden states behind every step: uint64 [steps, tokens]. States that are no numbers
+    are like no others, not even the same ones."""
+    rng, prints = (
+        np.random.default_rng(),
+        np.zeros((len(engine.program.steps), max(len(p.ids) + len(p.decoded) for p in todo)), np.uint64),
+    )
     odd = np.random.default_rng(0).integers(1 << 63, size=engine.spec.n_embd, dtype=np.uint64) * 2 + 1
 
     def note(step: int, positions: NDArray[np.int32], x: Array) -> None:
-        prints[step, positions] = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64) @ odd
+        sums = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64) @ odd
+        strange = rng.integers(1 << 63, size=len(x), dtype=np.uint64)
+        prints[step, positions] = np.where(np.isfinite(x).all(-1), sums, strange)
 
     engine.runner.tap = note
     lengths = {p.name: (len(p.ids), len(p.decoded)) for p in todo}
