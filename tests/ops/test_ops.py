@@ -12,7 +12,7 @@ from headrace.backends import open_device
 from headrace.backends.base import Device
 from ops.cases import CASES, Case, Result
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and all(map(importlib.util.find_spec, ("torch", "triton")))
 BACKENDS = ["cpu", *(["cuda"] if INTERPRETED else [])]
 LIMITS = {
     "cpu": {"exact": (2e-5, 2e-6), "product": (0.12, 0.025)},
