@@ -1,8 +1,8 @@
 """Says what this machine has, how fast it is, and what limits it: a line for each thing that can be changed.
 
 The link is measured as weights will cross it, in each way that works; -m takes the model file itself for that, and
-tells whether it fits. The rates are kept for this GPU and driver, and `plan` decides by them. Takes some seconds a
-GPU, about 1 GiB of memory, and leaves nothing behind.
+tells whether it fits. Without -m the rates are kept for this kind of GPU: predictions and bounds use them. Takes some
+seconds a GPU and about 1 GiB of memory.
 
 examples:
   headrace doctor

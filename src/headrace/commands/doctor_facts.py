@@ -193,7 +193,7 @@ def gpu(device: Any, model_path: Path | None, seconds: float) -> Facts:
     with probe.sample(model_path) as source:
         rates, ways = probe.measure(device, source, seconds)
     if not model_path:  # a file may stand on another rung than the machine allows
-        save_rates(probe.rates_name(device), rates)
+        save_rates(device.info.name, rates)
     facts |= asdict(ways) | {"memory_gbps": rates.hbm_gbps, "matmul_tflops": rates.matmul_tflops}
     facts["rung"] = next((r for r in ("registered", "staged", "pageable") if facts[f"{r}_gbps"]), "none")
     return facts

@@ -185,20 +185,15 @@ def measured_rates(device: Any) -> Rates:
     known of the interpreter, nor of a card without 800 MiB of free memory."""
     if not device.compute.stream:
         return Rates()
-    if found := load_rates(rates_name(device)):
+    if found := load_rates(device.info.name):
         return found
     try:
         with sample() as source:
             rates, _ = measure(device, source, 0.1, gather=False)
     except MemoryError:
         return Rates()
-    save_rates(rates_name(device), rates)
+    save_rates(device.info.name, rates)
     return rates
-
-
-def rates_name(device: Any) -> str:
-    """Speeds are kept per kind of card and driver."""
-    return f"{device.info.name}, driver {nvml.driver_version()}"
 
 
 def pcie_under_load(device: Any, seconds: float = 0.3) -> nvml.PcieLink | None:
