@@ -34,6 +34,11 @@ class Config:
         "auto", "--schedule", choices=("auto", "layer", "ubatch"), help="order of the work on long prompts")
     prefetch_experts: int = option(
         -1, "--prefetch-experts", low=-1, help="slots for streamed experts: 0 off, 1 means 3, at most 8 (-1: auto)")
+    expert_decode: str = option(
+        "gather", "--expert-decode", choices=("gather", "cpu", "split"),
+        help="host experts of a decoded token: fetched by the GPU, computed by the CPU, or shared by router rank")
+    split_rank: int = option(
+        -1, "--split-rank", low=-1, help="first rank of the CPU's share of a split (-1: by measured speeds)")
     cache_type_k: str = option("f16", "-ctk", "--cache-type-k", choices=KV_TYPES, help="type of cached keys")
     cache_type_v: str = option("f16", "-ctv", "--cache-type-v", choices=KV_TYPES, help="type of cached values")
     repack: str = option(

@@ -67,7 +67,8 @@ def prepare(path: str | Path | None, config: Config) -> Prepared:
     """Reads the file's directory, opens the device and plans; raises UserError on bad input."""
     file = open_gguf(path or demo_path())
     program = load_program(file)
-    device = open_device(config.backend, n_threads=config.n_threads)
+    measure = config.expert_decode == "split" and config.split_rank < 0
+    device = open_device(config.backend, n_threads=config.n_threads, measure_cpu=measure)
     try:
         plan = make_plan(program, file.tensors, device.info, config, device.act_dtype)
     except BaseException:
@@ -98,6 +99,8 @@ class Engine:
             self.cache = KVCache(
                 self.device, self.spec, self.plan.n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v
             )
+            if self.plan.cpu_rank is not None:
+                self.device.split_experts(self.plan.cpu_rank, config.n_threads)
             self.stream = ExpertStream(
                 self.device, self.program, streamed, self.plan.n_slots, self.plan.slot_bytes, weights, self.host.bytes,
                 self.host.check,

@@ -8,9 +8,11 @@ from .backends.base import DeviceInfo
 from .batch import state_bytes
 from .config import Config
 from .errors import UserError
+from .expertsplit import choose_rank
 from .gguf import TensorInfo
 from .kvcache import PAGE, cache_bytes
 from .program import Program, arena_bytes
+from .spec import MoeSpec
 
 MIB, GIB = 2**20, 2**30
 LOGITS_BYTES = 256 * MIB
@@ -44,6 +46,8 @@ class Plan:
     n_out: int
     n_seq_max: int
     schedule: str
+    cpu_rank: int | None
+    """In decode the CPU computes the routed ranks from it on of experts in host memory; None: the GPU computes all."""
     n_slots: int
     slot_bytes: int
     cache_bytes: int
@@ -76,6 +80,8 @@ class Plan:
                 yield f"{label:11} {n_bytes / MIB:10.1f} MiB"
         yield f"context     {self.n_ctx} tokens x {self.n_seq_max}, micro-batch {self.n_ubatch}, window {self.n_window}"
         yield f"schedule    {self.schedule}-major"
+        if self.cpu_rank is not None:
+            yield f"decode      routed ranks from {self.cpu_rank} on of host experts on the CPU"
         groups = Counter((p.feed, p.layout, p.reason) for p in self.placements.values())
         for (feed, layout, reason), n in sorted(groups.items()):
             n_bytes = sum(
@@ -91,6 +97,8 @@ def make_plan(
     """Decides everything before anything is allocated; raises UserError if it cannot fit."""
     spec, reasons = program.spec, []
     on_host = device.kind != "gpu"
+    if on_host and config.expert_decode != "gather":
+        raise UserError(f"--expert-decode {config.expert_decode}: there is no GPU backend in use ({device.name})")
     if on_host and config.n_gpu_layers > 0:
         raise UserError(f"-ngl {config.n_gpu_layers}: there is no GPU backend in use ({device.name}); leave -ngl out")
 
@@ -113,6 +121,7 @@ def make_plan(
         n_slots = _slots(program, placements, device, config)
     streams = any(p.feed == "stream" for p in placements.values())
     order = config.schedule if config.schedule != "auto" else "layer" if streams else "ubatch"
+    cpu_rank = _cpu_rank(program, device, config, reasons) if streams else None
     n_window = n_ubatch if order == "ubatch" else max(n_ubatch, min(n_ctx, 32768) // n_ubatch * n_ubatch)
     sizes["state_bytes"] = (
         4 * spec.n_embd * (n_window + (n_ubatch if n_window > n_ubatch else 0))
@@ -121,7 +130,8 @@ def make_plan(
     )
     plan = Plan(
         device=device, placements=placements, n_ctx=n_ctx, n_ubatch=n_ubatch, n_window=n_window, n_out=n_out,
-        n_seq_max=config.n_seq_max, schedule=order, n_slots=n_slots, slot_bytes=slot_bytes,
+        n_seq_max=config.n_seq_max, schedule=order, cpu_rank=cpu_rank, n_slots=n_slots,
+        slot_bytes=slot_bytes,
         reasons=tuple(reasons), **sizes,
     )  # fmt: skip
     if on_host and plan.device_bytes > device.free_bytes:
@@ -132,6 +142,29 @@ def make_plan(
             f"{device.free_bytes / GIB:.1f} are available: ask for less"
         )
     return plan
+
+
+def _cpu_rank(program: Program, device: DeviceInfo, config: Config, reasons: list[str]) -> int | None:
+    """The first routed rank that the CPU computes in decode; see `Plan.cpu_rank`."""
+    if config.expert_decode == "gather":
+        return None
+    if config.expert_decode == "cpu":
+        return 0
+    n_used = max(m.n_expert_used for m in program.spec.ffn if isinstance(m, MoeSpec))
+    if config.split_rank >= 0:
+        if config.split_rank > n_used:
+            raise UserError(f"--split-rank {config.split_rank}: a token has {n_used} experts, ranks 0 to {n_used - 1}")
+        return config.split_rank
+    link_gbps, cpu_gbps = device.link_gbps, device.cpu_gbps
+    if not link_gbps or not cpu_gbps:
+        reasons.append("--expert-decode split: speeds of link and CPU are unknown, each takes half of the ranks")
+        return choose_rank(n_used, 1, 1)
+    rank = choose_rank(n_used, link_gbps, cpu_gbps)
+    reasons.append(
+        f"--expert-decode split: {rank} of {n_used} ranks over the link ({link_gbps:.0f} GB/s), the rest on the CPU "
+        f"({cpu_gbps:.0f} GB/s); --split-rank {rank} makes it so on any machine"
+    )
+    return rank
 
 
 def _context(program: Program, device: DeviceInfo, config: Config) -> int:

@@ -137,6 +137,11 @@ def decode(lab: Lab, n: int) -> None:
     cases.delta_case(lab, *[(70, 1)] * n, k_heads=16, v_heads=32, dim=128)
 
 
+def split(lab: Lab, n: int) -> None:
+    """Experts of a decode step that the CPU has a part in."""
+    cases.experts_case(lab, "Q4_K", n, 2048, 512, used=4, gathered=True)
+
+
 def tensor_type(ops: Lab, decode_ops: Lab, name: str) -> None:
     """Every kernel that decodes weights of a type."""
     cases.embed_case(ops, name)
@@ -164,6 +169,9 @@ def main(capability: int, types: list[str]) -> dict[str, Any]:
     for group in TILES:
         run(labs[0], prefill, group)
     run(labs[1], decode, BATCHES)
+    device.split_experts(2, 1)
+    run(Lab(device, decode=True), split, BATCHES)
+    device.close()
     for name in types:
         tensor_type(*labs, name)
     kernels = list(launches.describe())

@@ -12,10 +12,10 @@ ROOT = SRC.parents[1]
 
 LAYERS = [
     {"errors", "env", "stats", "config"},
-    {"quants", "rates"},
+    {"quants", "expertsplit", "rates"},
     {"gguf", "spec", "hostmem"},
     {"backends.base"},
-    {"batch", "program", "sampling", "tokenizer", "pretokenizers", "chat", "kvcache", "trace"},
+    {"batch", "expertcache", "program", "sampling", "tokenizer", "pretokenizers", "chat", "kvcache", "trace"},
     {"blocks", "schedule", "plan", "stream"},
     {"models", "backends"},
     {"runner"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"commands", "__main__"},
 ]
 """A module may import from its own row and the rows above; packages stand for all their modules."""
-PURE = {"spec", "program", "plan", "schedule", "config", "errors", "stats", "sampling"}
+PURE = {"spec", "expertsplit", "program", "plan", "schedule", "config", "errors", "stats", "sampling"}
 
 
 def module_of(path: Path) -> str:

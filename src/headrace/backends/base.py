@@ -212,6 +212,8 @@ class DeviceInfo:
     free_bytes: int
     link_gbps: float = 0.0
     flops: float = 0.0
+    cpu_gbps: float = 0.0
+    """GB/s of expert bytes that the host's CPU computes with, where they lie."""
     copies_async: bool = False
     """Has copies that run beside compute, and events: what lookahead needs."""
     repack_types: frozenset[str] = frozenset()
@@ -259,6 +261,10 @@ class Device(Protocol):
     def pin(self, ranges: "list[MappedRange]", budget_bytes: int, register: bool = True) -> None:
         """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy.
         Unless `register`, none of them is page-locked."""
+
+    def split_experts(self, first_rank: int, n_threads: int) -> None:
+        """From now on `decode_ops` leave the routed ranks from first_rank on of experts in host memory to the CPU. Only
+        a GPU is asked; to be called before `gather_view`."""
 
     def upload(self, dst: Tensor, src: NDArray[Any], queue: Queue | None = None) -> None:
         """Host to device on a queue (None: compute), without waiting; `src` may be reused on return."""

@@ -284,6 +284,8 @@ class NullDevice:
 
     def pin(self, ranges: list[MappedRange], budget_bytes: int, register: bool = True) -> None: ...
 
+    def split_experts(self, first_rank: int, n_threads: int) -> None: ...
+
     def upload(self, dst: NullTensor, src: NDArray[Any], queue: "NullQueue | None" = None) -> None:
         self.check_memory("upload", (), (dst.span,))
         (queue or self.compute).give("upload", (), (dst.span,), 0.0)

@@ -5,8 +5,11 @@ from typing import Any
 from ...errors import UserError
 
 
-def open_device(index: int = 0, **_: Any) -> Any:
-    """The first GPU, or Triton's interpreter under TRITON_INTERPRET=1; UserError names what is missing."""
+def open_device(index: int = 0, measure_cpu: bool = False, n_threads: int = 0, **_: Any) -> Any:
+    """The first GPU, or Triton's interpreter under TRITON_INTERPRET=1; UserError names what is missing.
+
+    `measure_cpu` fills in how fast the host's CPU and the link bring experts in (half a second).
+    """
     try:
         import torch
         import triton
@@ -19,4 +22,9 @@ def open_device(index: int = 0, **_: Any) -> Any:
         )
     from .device import CudaDevice
 
-    return CudaDevice(index, interpret)
+    device = CudaDevice(index, interpret)
+    if measure_cpu:
+        from .hostexperts import measured
+
+        device.info = measured(device.info, device.where, n_threads)
+    return device

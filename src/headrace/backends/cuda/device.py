@@ -24,6 +24,7 @@ from .compiling import compiling
 from .decode_ops import DecodeOps
 from .driver import cuda_driver
 from .hostcopy import HostCopier
+from .hostexperts import HostExperts, SplitOps
 from .ops import CudaOps
 from .tiles import Tiles
 
@@ -138,6 +139,9 @@ class CudaDevice:
         self.ops = CudaOps(self.where, DTYPES[self.act_dtype], Tiles.of(capability))
         self.decode_ops = DecodeOps(self.ops)
         self.graphs: OrderedDict[Hashable, Any] = OrderedDict()
+        self.host_experts: HostExperts | None = None
+        self.n_requests: dict[Hashable, int] = {}
+        """Of a recording, to the CPU."""
 
     @property
     def compile_s(self) -> float:
@@ -190,6 +194,11 @@ class CudaDevice:
         if self.copy.stream:
             self.copy.host = HostCopier(cuda_driver(self.where.index), ranges, budget_bytes, register=register)
 
+    def split_experts(self, first_rank: int, n_threads: int) -> None:
+        """From now on the CPU computes the routed experts of the decode phase from a rank on (see hostexperts.py)."""
+        self.host_experts = HostExperts(self.where, first_rank, n_threads)
+        self.decode_ops = SplitOps(self.ops, self.host_experts)
+
     def upload(self, dst: torch.Tensor, src: NDArray[Any], queue: CudaQueue | None = None) -> None:
         source = torch.from_numpy(np.ascontiguousarray(src))
         with (queue or self.compute).here():
@@ -208,6 +217,8 @@ class CudaDevice:
         if graph is None:
             return False
         self.graphs.move_to_end(key)
+        if self.host_experts:
+            self.host_experts.expect(self.n_requests[key])
         with self.compute.here():
             graph.replay()
         return True
@@ -233,10 +244,12 @@ class CudaDevice:
                     self.graphs.popitem(last=False)
             return
         graph = torch.cuda.CUDAGraph()
+        n_before = self.host_experts.n_captured if self.host_experts else 0
         with torch.cuda.graph(graph, stream=self.compute.stream, capture_error_mode="thread_local"):
             self.ops.decoded.start()
             yield
         self.graphs[key] = graph
+        self.n_requests[key] = (self.host_experts.n_captured if self.host_experts else 0) - n_before
         self.replay(key)
 
     def close(self) -> None:
@@ -245,6 +258,9 @@ class CudaDevice:
             self.copy.synchronize()
             self.graphs.clear()
         finally:
+            if self.host_experts:
+                self.host_experts.close()
+                self.host_experts = None
             if self.copy.host:
                 self.copy.host.close()
                 self.copy.host = None
