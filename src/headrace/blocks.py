@@ -156,13 +156,14 @@ def run_moe_ffn(run: Run, w: Weights, params: tuple[MoeSpec, str]) -> None:
     act, y = run.new(n * m.n_expert_used, m.n_ff_exp), run.new(n * m.n_expert_used, run.x.shape[1])
     ops.expert_glu(act, h, routing, w.experts.gate, w.experts.up, m.activation)
     ops.expert_down(y, act, routing, w.experts.down)
+    shared = shared_expert(run, w, m, h) if m.n_ff_shexp else None  # first: a combine may wait for another processor
     ops.combine(run.x, y, routing)
-    if m.n_ff_shexp:
-        shared_expert(run, w, m, h)
+    if shared is not None:
+        ops.add(run.x, shared)
 
 
-def shared_expert(run: Run, w: Weights, m: MoeSpec, h: Tensor) -> None:
-    """x += sigmoid(gate . h) * ffn(h), the gate one number a token."""
+def shared_expert(run: Run, w: Weights, m: MoeSpec, h: Tensor) -> Tensor:
+    """sigmoid(gate . h) * ffn(h), the gate one number a token."""
     ops, n = run.ops, run.n_tokens
     gate, up, g = run.new(n, m.n_ff_shexp), run.new(n, m.n_ff_shexp), run.new(n, 1, dtype="f32")
     ops.linear(gate, h, w.ffn_gate_shexp)
@@ -172,7 +173,7 @@ def shared_expert(run: Run, w: Weights, m: MoeSpec, h: Tensor) -> None:
     y = run.new(n, run.x.shape[1])
     ops.linear(y, gate, w.ffn_down_shexp)
     ops.sigmoid_mul(y, g)
-    ops.add(run.x, y)
+    return y
 
 
 def head(t: TensorTable, spec: ModelSpec) -> Step:

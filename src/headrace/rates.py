@@ -15,7 +15,7 @@ class Rates:
 
     The link by how host memory is read: `link_gbps` page-locked, `staged_gbps` through a ring of pinned pieces,
     `pageable_gbps` as it is. `hbm_gbps`: a copy within the device, reads and writes together. `matmul_tflops`: a large
-    product in the activation type.
+    product in the activation type. `expert_gbps`: the bytes of experts that a CPU computes with for one token.
     """
 
     link_gbps: float = 0.0
@@ -23,6 +23,7 @@ class Rates:
     pageable_gbps: float = 0.0
     hbm_gbps: float = 0.0
     matmul_tflops: float = 0.0
+    expert_gbps: float = 0.0
 
 
 def rates_path(device_name: str) -> Path:

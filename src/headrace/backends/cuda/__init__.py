@@ -8,7 +8,7 @@ from ...errors import UserError
 def open_device(index: int = 0, measure_cpu: bool = False, n_threads: int = 0, **_: Any) -> Any:
     """The first GPU, or Triton's interpreter under TRITON_INTERPRET=1; UserError names what is missing.
 
-    `measure_cpu` fills in how fast the host's CPU and the link bring experts in (half a second).
+    `measure_cpu` fills in how fast link and CPU are with experts (half a second, at the first time on a machine).
     """
     try:
         import torch
@@ -26,5 +26,5 @@ def open_device(index: int = 0, measure_cpu: bool = False, n_threads: int = 0, *
     if measure_cpu:
         from .hostexperts import measured
 
-        device.info = measured(device.info, device.where, n_threads)
+        device.info = measured(device, n_threads)
     return device

@@ -12,7 +12,6 @@ is fixed by the rank alone: ranks of the GPU in rank order, plus the sum of the 
 import statistics
 import time
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from ...errors import UserError
 from ...gguf import TensorInfo
 from ...quants import TYPES, random_blocks
+from ...rates import Rates, load_rates, save_rates
 from ..base import DeviceInfo, Routing
 from ..cpu import machine
 from ..cpu.ops import CpuOps
@@ -180,22 +180,18 @@ SAMPLE_EXPERTS, SAMPLE_USED, SAMPLE_EMBD, SAMPLE_FF = 256, 8, 2048, 512
 """Shape of the experts that `measured` computes: 453 MB of Q4_K, more than caches hold."""
 
 
-def measured(info: DeviceInfo, where: torch.device, n_threads: int) -> DeviceInfo:
-    """Fills in `cpu_gbps` and, if unknown, `link_gbps`: medians of some requests, and of copies from pinned memory."""
-    if not info.link_gbps and where.type == "cuda":
-        info = replace(info, link_gbps=_link_gbps(where))
-    return replace(info, cpu_gbps=cpu_gbps(team_threads(where, n_threads)))
+def measured(device: Any, n_threads: int) -> DeviceInfo:
+    """What is known of a device, with the speeds that a split is chosen by: measured once on a machine, then kept."""
+    from .probe import measured_rates
 
-
-def _link_gbps(where: torch.device, n_bytes: int = 64 << 20) -> float:
-    source = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=where)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
-    for mark in marks:
-        mark.record()
-        target.copy_(source, non_blocking=True)
-    marks[-1].synchronize()
-    return n_bytes / statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e6
+    n = team_threads(device.where, n_threads)
+    name = f"{machine.cpu_name()} {n} threads"
+    kept = load_rates(name)
+    if not kept or not kept.expert_gbps:
+        kept = Rates(expert_gbps=cpu_gbps(n))
+        save_rates(name, kept)
+    link_gbps = device.info.link_gbps or measured_rates(device).link_gbps
+    return replace(device.info, link_gbps=link_gbps, cpu_gbps=kept.expert_gbps)
 
 
 def cpu_gbps(n_threads: int, n_runs: int = 24) -> float:
