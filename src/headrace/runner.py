@@ -153,6 +153,7 @@ class Runner:
                             progress(n_done // len(self.program.steps))
         if gathers:
             self.stream.release_all()
+            self.stream.after_decode()
         return logits
 
     def _compute(self, first: int, stop: int, batch: Batch, offset: int, mode: Mode) -> list[Logits]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .backends.base import Device, Event, Tensor, Weight
 from .errors import UserError
+from .expertcache import ExpertCache
 from .gguf import TensorInfo
 from .program import ExpertWeights, Program, Step
 from .trace import Trace
@@ -42,7 +43,7 @@ class ExpertStream:
     def __init__(
         self, device: Device, program: Program, streamed: Mapping[str, TensorInfo], n_slots: int, slot_bytes: int,
         resident: Mapping[str, Weight], host: Callable[[TensorInfo], NDArray[np.uint8]],
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None, n_lines: int = 0,
     ) -> None:  # fmt: skip
         self.device, self.host, self.streamed, self.check = device, host, streamed, check
         self.uploaded_bytes, self.trace = 0, Trace()
@@ -56,6 +57,7 @@ class ExpertStream:
             self.weights[name] = device.view(streamed[name], slot.buffer)
             if weight := device.gather_view(streamed[name], slot.buffer, host(streamed[name])):
                 self.gathered[name] = weight
+        self.cache = self._cache(program, n_lines) if n_lines and self.gathers else None
 
     @property
     def n_slots(self) -> int:
@@ -65,9 +67,22 @@ class ExpertStream:
         slot, info, copy = self.slot_of[name], self.streamed[name], self.device.copy
         copy.wait(slot.free)
         with self.trace.copy(info):
-            copy.copy(slot.buffer[: info.n_bytes], self.host(info))
+            self.uploaded_bytes += info.n_bytes - self._from_cache(info, slot)
         copy.record(slot.ready)
-        self.uploaded_bytes += info.n_bytes
+
+    def _from_cache(self, info: TensorInfo, slot: Slot) -> int:
+        """Fills the slot from the cache's lines and, where they have nothing, from the host; bytes that were here."""
+        held = self.cache.held(info.name) if self.cache else []
+        host, copy, size = self.host(info), self.device.copy, info.n_bytes // info.shape[0]
+        start = 0
+        for expert, line in [*held, (info.shape[0], 0)]:
+            if start < expert:
+                copy.copy(slot.buffer[start * size : expert * size], host[start * size : expert * size])
+            if self.cache and expert < info.shape[0]:
+                data = self.cache.lines[info.name].data
+                copy.copy(slot.buffer[expert * size : (expert + 1) * size], data[line * size : (line + 1) * size])
+            start = expert + 1
+        return len(held) * size
 
     def acquire(self, step: Step) -> None:
         for slot in self._slots(step):
@@ -104,10 +119,31 @@ class ExpertStream:
         weights = self.weights | self.gathered if gathers else self.weights
         return ExpertWeights(weights[e.gate], weights[e.up] if e.up else None, weights[e.down])
 
+    def after_decode(self) -> None:
+        """After a decode step's logits were read: the cache may choose what it keeps."""
+        if self.cache:
+            self.cache.after_step()
+
     def release_all(self) -> None:
         """After a pass that used the slots without uploads: the next upload waits for it."""
         for slot in self.slots:
             self.device.compute.record(slot.free)
+
+    def _cache(self, program: Program, n_lines: int) -> ExpertCache | None:
+        """Lines for every layer whose experts are streamed whole, and weights that are fetched through them."""
+        names = [s.experts.tensors for s in program.steps if s.experts]
+        groups = [[self.streamed[name] for name in group] for group in names if set(group) <= set(self.streamed)]
+        try:
+            cache = ExpertCache(self.device, groups, n_lines)
+        except MemoryError as e:
+            log.warning("no expert cache: %s; %s", e, MORE_MEMORY)
+            return None
+        for name, lines in cache.lines.items():
+            info = self.streamed[name]
+            weight = self.device.gather_view(info, self.slot_of[name].buffer, self.host(info), lines)
+            assert weight is not None, "what could be fetched without a cache can be with one"
+            self.gathered[name] = weight
+        return cache
 
     def _slots(self, step: Step) -> list[Slot]:
         names = step.experts.tensors if step.experts else ()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,6 +202,17 @@ class Ops(Protocol):
         """out [M, D] = x[rows], rows int32."""
 
 
+class Lines(NamedTuple):
+    """What fetching ops need of one tensor's cache: data uint8 [n_lines * expert_bytes]; line, filled and use
+    int32 [n_expert], shared by the tensors of a layer: where an expert's line is (-1: none), whether it holds the
+    expert yet, and how often it was routed to."""
+
+    data: Tensor
+    line: Tensor
+    filled: Tensor
+    use: Tensor
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """What the plan must know of a device: total and free bytes, and measured speeds (0: unknown)."""
@@ -254,9 +265,11 @@ class Device(Protocol):
     def view(self, info: "TensorInfo", slot: Tensor) -> Weight:
         """The weight whose bytes lie, or will lie, at the start of a slot (uint8 [n])."""
 
-    def gather_view(self, info: "TensorInfo", slot: Tensor, raw: NDArray[np.uint8]) -> Weight | None:
-        """A weight that stays in pinned host memory: `decode_ops` fetch the experts that are routed to into their
-        places in the slot. None where the device cannot."""
+    def gather_view(
+        self, info: "TensorInfo", slot: Tensor, raw: NDArray[np.uint8], lines: Lines | None = None
+    ) -> Weight | None:  # fmt: skip
+        """A weight that stays in pinned host memory: ops fetch the experts that are routed to into their places in the
+        slot, through `lines` of an expert cache if there are any. None where the device cannot."""
 
     def pin(self, ranges: "list[MappedRange]", budget_bytes: int, register: bool = True) -> None:
         """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy.

@@ -277,7 +277,9 @@ class NullDevice:
         self.slots.add(slot.buffer)
         return NullWeight(info, slot[: info.n_bytes])
 
-    def gather_view(self, info: TensorInfo, slot: NullTensor, raw: NDArray[np.uint8]) -> NullWeight | None:
+    def gather_view(
+        self, info: TensorInfo, slot: NullTensor, raw: NDArray[np.uint8], lines: Any = None
+    ) -> NullWeight | None:  # fmt: skip
         """Remembers, too, where the tensor lies in host memory."""
         self.host_tensors[_address(raw)] = info.name
         return NullWeight(info, slot[: info.n_bytes], gathered=True) if self.gathers else None

@@ -253,7 +253,7 @@ class ReferenceDevice:
     def view(self, info: TensorInfo, slot: Array) -> ReferenceWeight:
         return ReferenceWeight(info, slot)
 
-    def gather_view(self, info: TensorInfo, slot: Array, raw: Array) -> None: ...
+    def gather_view(self, info: TensorInfo, slot: Array, raw: Array, lines: Any = None) -> None: ...
 
     def upload(self, dst: Array, src: Array, queue: Any = None) -> None:
         dst[...] = src

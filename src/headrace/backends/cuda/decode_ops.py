@@ -74,15 +74,17 @@ class DecodeOps(CudaOps):
 
     def expert_down(self, out: Tensor, h: Tensor, routing: Routing, down: Any, bias: Any = None) -> None:
         if out.shape[0]:
-            self._expert_product(out, h, routing, down, bias)
+            self._expert_product(out, h, routing, down, bias, last=True)
 
-    def _expert_product(self, out: Tensor, x: Tensor, routing: Routing, w: Any, bias: Any) -> None:
+    def _expert_product(
+        self, out: Tensor, x: Tensor, routing: Routing, w: Any, bias: Any, last: bool = False
+    ) -> None:  # fmt: skip
         """out [entry, n_out] from x of as many rows or a row per token."""
         n, n_out = out.shape
         n_expert, _, n_in = w.info.shape
         block, constants = self._format(w)
         matvec.expert_matvec_kernel[(triton.cdiv(n_out, constants["ROWS"]), n)](
-            x, self.fetched(w, routing), self.lut(w.info.type.name), bias.floats() if bias else x, out, routing.ids,
-            n_out, n_in // block, w.info.type.row_bytes(n_in), w.info.n_bytes // n_expert, x.stride(0),
+            x, self.fetched(w, routing, last), self.lut(w.info.type.name), bias.floats() if bias else x, out,
+            routing.ids, n_out, n_in // block, w.info.type.row_bytes(n_in), w.info.n_bytes // n_expert, x.stride(0),
             TOP_K=n // x.shape[0], HAS_BIAS=bias is not None, **constants,
         )  # fmt: skip

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from ...errors import UserError
 from ...gguf import TensorInfo
 from ...hostmem import MappedRange
-from ..base import DeviceInfo, HostEvent
+from ...spec import ModelSpec
+from ..base import DeviceInfo, HostEvent, Lines
 from .compiling import compiling
 from .decode_ops import DecodeOps
 from .driver import cuda_driver
@@ -57,6 +58,8 @@ class CudaWeight:
     host: "HostBytes | None" = None
     """Set where the experts are in pinned host memory and `data` is the slot they are fetched into."""
 
+    lines: Lines | None = None
+    """What the expert cache keeps of it."""
     def floats(self) -> torch.Tensor:
         """The bytes of an F32 tensor as float32."""
         assert self.info.type.name == "F32", f"{self.info.name} is {self.info.type.name}, not F32"
@@ -180,7 +183,9 @@ class CudaDevice:
     def view(self, info: TensorInfo, slot: torch.Tensor) -> CudaWeight:
         return CudaWeight(info, slot)
 
-    def gather_view(self, info: TensorInfo, slot: torch.Tensor, raw: NDArray[np.uint8]) -> CudaWeight | None:
+    def gather_view(
+        self, info: TensorInfo, slot: torch.Tensor, raw: NDArray[np.uint8], lines: Lines | None = None
+    ) -> CudaWeight | None:  # fmt: skip
         copier = self.copy.host
         expert_bytes = info.n_bytes // info.shape[0]
         if copier and (expert_bytes % 8 or not copier.is_registered(raw.ctypes.data, raw.nbytes)):

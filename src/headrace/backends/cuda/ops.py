@@ -207,15 +207,22 @@ class CudaOps:
         )
         return te, tr, n_tiles
 
-    def fetched(self, w: Any, routing: Routing) -> Tensor:
-        """The bytes of a weight; of one in host memory, after fetching the experts that are routed to."""
+    def fetched(self, w: Any, routing: Routing, last: bool = False) -> Tensor:
+        """The bytes of a weight; of one in host memory, after fetching the experts that are routed to.
+
+        `last`: no other tensor of these experts is fetched after it.
+        """
         if w.host is not None:
             n_expert = w.info.shape[0]
             expert_bytes, n = w.info.n_bytes // n_expert, routing.ids.numel()
             words = min(gather.WORDS, 1 << (expert_bytes // 8).bit_length() - 1)
+            data, line, filled, use = w.lines or (w.data, routing.ids, routing.ids, routing.ids)
             gather.gather_kernel[(triton.cdiv(expert_bytes // 8, words), n)](
-                w.host, w.data, routing.ids, n, expert_bytes, WORDS=words, BLOCK=gather.BLOCK, num_warps=4
+                w.host, w.data, data, line, filled, routing.ids, n, expert_bytes, CACHED=w.lines is not None,
+                WORDS=words, BLOCK=gather.BLOCK, num_warps=4,
             )  # fmt: skip
+            if w.lines and last:
+                gather.mark_kernel[(1,)](routing.ids, line, filled, use, n, BLOCK=gather.BLOCK, num_warps=1)
         return w.data
 
     def _expert_chunks(self, n_expert: int, n_weights: int) -> Any:
@@ -259,7 +266,7 @@ class CudaOps:
         if not n:
             return
         few = down.host is not None
-        self.fetched(down, routing)
+        self.fetched(down, routing, last=True)
         bm, bn, warps, stages = pick(self.tiles.down, n / n_expert)
         te, tr, n_tiles = self._tile_map(routing, bm)
         for first, m in self._expert_chunks(n_expert, n_ff * d):
