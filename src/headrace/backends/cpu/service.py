@@ -103,6 +103,7 @@ def _thread(
             team.finish()
         else:
             bell.get()
+            team.wake()  # while the device comes to its first request
 
 
 def _close(control: int, memory: NDArray[np.int64], bell: queue.SimpleQueue, thread: threading.Thread) -> None:

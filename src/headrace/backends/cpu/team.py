@@ -165,13 +165,18 @@ def post(team, calls, n):
 
 
 @inner
+def asleep(team):
+    """Bit set of the threads that sleep."""
+    mask = 0
+    for tid in range(1, size(team)):
+        mask |= load_sync(team + _ASLEEP + 64 * tid) << tid
+    return mask
+
+
+@inner
 def sleepers(team):
     """Bit set of the threads that must be called; 0 once thread 0 has done its part."""
-    mask = 0
-    if load_sync(team + _LED) != load_sync(team + _SEQ):
-        for tid in range(1, size(team)):
-            mask |= load_sync(team + _ASLEEP + 64 * tid) << tid
-    return mask
+    return asleep(team) if load_sync(team + _LED) != load_sync(team + _SEQ) else 0
 
 
 @inner
@@ -189,6 +194,11 @@ def lead(team):
 def _post(team, calls, n):
     post(team, calls, n)
     return 0
+
+
+@entry
+def _asleep(team):
+    return asleep(team)
 
 
 @entry
@@ -234,7 +244,7 @@ class Team:
             threading.Thread(target=_thread, args=(tid, self.address, memory, self._bells[tid]), daemon=True)
             for tid in range(1, n_threads)
         ]
-        for fn in (_post, _sleepers, _lead, *((_work, _awake) if threads else ())):
+        for fn in (_post, _asleep, _sleepers, _lead, *((_work, _awake) if threads else ())):
             fn.call  # noqa: B018  compiles here, so that no Python code runs inside a step
         for thread in threads:
             thread.start()
@@ -253,6 +263,10 @@ class Team:
             _post.call(self.address, program.address, program.n_calls)
             _finish(self.address, self._bells)
 
+    def wake(self):
+        """Calls the threads that sleep: a program is about to come."""
+        _ring(_asleep.call(self.address), self._bells)
+
     def finish(self):
         """Does what an interrupt left undone; the threads touch nothing afterwards."""
         if self.close.alive:
@@ -261,12 +275,15 @@ class Team:
 
 def _finish(team, bells):
     """Does what is left of the posted program: nothing, or all from the waking on."""
-    mask = _sleepers.call(team)
+    _ring(_sleepers.call(team), bells)
+    _lead.call(team)
+
+
+def _ring(mask, bells):
     while mask:
         tid = mask.bit_length() - 1
         bells[tid].put(None)
         mask ^= 1 << tid
-    _lead.call(team)
 
 
 def _thread(tid, team, memory, bell):

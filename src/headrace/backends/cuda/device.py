@@ -60,6 +60,7 @@ class CudaWeight:
 
     lines: Lines | None = None
     """What the expert cache keeps of it."""
+
     def floats(self) -> torch.Tensor:
         """The bytes of an F32 tensor as float32."""
         assert self.info.type.name == "F32", f"{self.info.name} is {self.info.type.name}, not F32"
