@@ -115,7 +115,7 @@ def ladder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
 
     def opened(driver: FakeDriver, **options: Any) -> headrace.Engine:
         monkeypatch.setattr("headrace.engine.open_device", lambda *_, **__: Ladder(driver, **options))
-        engines.append(headrace.open(path, n_ctx=128, n_ubatch=32, backend="null"))
+        engines.append(headrace.open(path, n_ctx=128, n_ubatch=32, n_cpu_moe=9, backend="null"))
         return engines[-1]
 
     yield opened
@@ -283,7 +283,7 @@ def test_fifty_engines_in_a_row_leave_nothing(path: Path, kind: str, monkeypatch
 
     def one() -> None:
         backend = kind if kind in ("cpu", "null") else "null"
-        with headrace.open(path, n_ctx=64, backend=backend) as engine:
+        with headrace.open(path, n_ctx=64, n_cpu_moe=9, backend=backend) as engine:
             engine.logits([1, 2, 3])
 
     for _ in range(5):

@@ -48,10 +48,12 @@ class Scarce(NullDevice):
 
 
 def rig(n_slots: int, n_wanted: int) -> Rig:
-    wanted = Rig(LAYERS, frozenset(), n_wanted - LEAST, NullDevice(25.0, 1e14, 1 << 40), n_ubatch=16, n_ctx=300)
+    wanted = Rig(
+        LAYERS, frozenset(), n_wanted - LEAST, NullDevice(25.0, 1e14, 1 << 40), n_ubatch=16, n_ctx=300, n_cpu_moe=9
+    )
     device = Scarce(n_slots)
     device.slot_bytes = wanted.plan.slot_bytes
-    return Rig(LAYERS, frozenset(), n_wanted - LEAST, device, n_ubatch=16, n_ctx=300)
+    return Rig(LAYERS, frozenset(), n_wanted - LEAST, device, n_ubatch=16, n_ctx=300, n_cpu_moe=9)
 
 
 @pytest.mark.parametrize("n_wanted", [3, 6, 8])
@@ -112,7 +114,7 @@ def test_memory_that_ends_at_any_allocation(model: Path, monkeypatch: pytest.Mon
             return devices[-1]
 
         monkeypatch.setattr("headrace.engine.open_device", open_device)
-        with open_engine(model, backend="null", n_ctx=128) as engine:
+        with open_engine(model, backend="null", n_ctx=128, n_cpu_moe=9) as engine:
             engine.logits([1, 2, 3])
             assert engine.device.hazards() == []
         return devices[-1].n
@@ -130,7 +132,7 @@ def test_memory_that_ends_at_any_allocation(model: Path, monkeypatch: pytest.Mon
 
 def test_memory_that_ends_on_a_long_prompt(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any allocation behind a prompt (workspace that grows) is one line; the engine goes on with a shorter one."""
-    with open_engine(model, backend="null", n_ctx=512, n_ubatch=64) as engine:
+    with open_engine(model, backend="null", n_ctx=512, n_ubatch=64, n_cpu_moe=9) as engine:
         record = NullDevice.record
 
         def growing(self: NullDevice, key: Any) -> Any:

@@ -76,14 +76,17 @@ class Held:
         """Waits for the streams, unlocks every page, closes the files; may be called again after an interrupt."""
         if self.process != os.getpid():
             return
-        while self.rings:
-            self.rings[-1].close()
-            self.rings.pop()
+        self.close_rings()
         for address in self.locked:
             hostmem.locked.pop(address, None)
         release(self.driver, self.locked)
         while self.files:
             self.files.pop().close()
+
+    def close_rings(self) -> None:
+        while self.rings:
+            self.rings[-1].close()
+            self.rings.pop()
 
 
 class HostCopier:
@@ -124,7 +127,7 @@ class HostCopier:
     def _register(self, budget_bytes: int, wanted: bool) -> str:
         """Locks pieces in order while the budget lasts; the first reason why one was left out."""
         if not wanted:
-            return "--register-host off"
+            return "--register-host off, or no memory is left for it"
         if not self.driver.can_register_read_only():
             return "the driver cannot lock read-only mappings"
         reason, locked_to = "", 0
@@ -152,8 +155,10 @@ class HostCopier:
         self.sources: dict[Path, tuple[int, int]] = {}
         """Where to read a shard's staged pieces: file descriptor, and the block that reads consist of."""
         try:
-            self.held.rings.append(Ring(self.driver, n_readers, n_buffers, buffer_bytes))
+            self.held.rings.append(Ring(self.driver, n_buffers, buffer_bytes))
+            self.held.rings[0].open(n_readers)
         except (DriverError, OSError, RuntimeError) as e:
+            self.held.close_rings()
             self.no_ring = f"a ring of {n_buffers * buffer_bytes / 2**20:.0f} MiB: {e}"
             return
         for piece in self.pieces:
@@ -216,7 +221,7 @@ class HostCopier:
         for ring in self.held.rings:
             if ring.broken:
                 raise UserError("a copy to the GPU failed and could not be taken back; open the model again")
-            if failure := ring.readers.failure if ring.readers else None:
+            if failure := ring.readers.failure:
                 path = next(path for path, (fd, _) in self.sources.items() if fd == failure.fd)
                 why = os.strerror(failure.errno) if failure.errno else "the file ended: it was cut while it was open"
                 raise UserError(f"{path}: cannot read at byte {failure.offset_bytes}: {why}; open the model again")

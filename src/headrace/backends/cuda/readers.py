@@ -144,25 +144,27 @@ class ReadFailure:
 
 
 class Readers:
-    """n threads over the numbers `filled` and `done` (uint32 [n_buffers] each); `post` hands out work in order."""
+    """Threads over the numbers `filled` and `done` (uint32 [n_buffers] each); `post` hands out work in order."""
 
-    def __init__(self, n_threads: int, filled: NDArray[np.uint32], done: NDArray[np.uint32]) -> None:
-        assert len(filled) + n_threads < N_JOBS // 2
+    def __init__(self, filled: NDArray[np.uint32], done: NDArray[np.uint32]) -> None:
         self.control, self.jobs = np.zeros(64, np.int64), np.zeros((N_JOBS, JOB), np.int64)
         self.filled, self.done, self.threads = filled, done, list[threading.Thread]()
         self.address = self.control.ctypes.data
         _sem_init(self.address + 8 * SEMAPHORE, 0, 0)
-        args = (self.address, self.jobs, filled.ctypes.data, done.ctypes.data)
-        try:
-            for _ in range(n_threads):
-                self.threads.append(threading.Thread(target=read_jobs, args=args, daemon=True, name="headrace-reader"))
-                self.threads[-1].start()
-            # who queues copies may keep the GIL, which a thread needs until it is in native code
-            while self.control[READY] < n_threads:
-                time.sleep(0.0005)
-        except BaseException:
-            self.close()
-            raise
+
+    def start(self, n_threads: int) -> None:
+        """To be closed also if this fails midway."""
+        assert len(self.filled) + n_threads < N_JOBS // 2
+        for _ in range(n_threads):
+            self.threads.append(threading.Thread(target=self._read, daemon=True, name="headrace-reader"))
+            self.threads[-1].start()
+        # who queues copies may keep the GIL, which a thread needs until it is in native code
+        while self.control[READY] < n_threads:
+            time.sleep(0.0005)
+
+    def _read(self) -> None:
+        _post.compile((types.int64,))  # here no signal handler runs, and numba does not survive an interrupt
+        read_jobs(self.address, self.jobs, self.filled.ctypes.data, self.done.ctypes.data)
 
     @property
     def n_posted(self) -> int:
@@ -188,11 +190,11 @@ class Readers:
     def close(self) -> None:
         """Stops the threads; whoever still waits for a number gets it."""
         self.control[STOP] = 1
-        started = [t for t in self.threads if t.ident]
-        for _ in started:
+        for _ in self.threads:
             _sem_post(self.address + 8 * SEMAPHORE)
-        for t in started:
-            t.join()
+        for t in self.threads:
+            if t.ident:  # else it was not started, or an interrupt hid that it was, and it ends by itself
+                t.join()
         self.filled[:] = self.n_posted
 
 
@@ -207,35 +209,37 @@ def portions(offset: int, n_bytes: int, buffer_bytes: int, align: int) -> Iterat
 
 
 class Ring:
-    """Page-locked buffers that readers fill and a stream empties. DriverError where they cannot be locked."""
+    """Page-locked buffers that readers fill and a stream empties."""
 
-    def __init__(self, driver: Driver, n_readers: int, n_buffers: int, buffer_bytes: int) -> None:
+    def __init__(self, driver: Driver, n_buffers: int, buffer_bytes: int) -> None:
         self.driver, self.n_buffers, self.buffer_bytes = driver, n_buffers, buffer_bytes
         self.block, self.page = mmap.mmap(-1, n_buffers * buffer_bytes), mmap.mmap(-1, mmap.PAGESIZE)
         self.address, numbers = np.frombuffer(self.block, np.uint8).ctypes.data, np.frombuffer(self.page, np.uint32)
         assert 2 * n_buffers <= len(numbers)
+        self.readers = Readers(numbers[:n_buffers], numbers[n_buffers : 2 * n_buffers])
         self.locked: list[int] = []
-        self.readers: Readers | None = None
         self.broken = False
-        try:
-            lock(driver.register_writable, self.locked, self.address, len(self.block))
-            lock(driver.register_writable, self.locked, numbers.ctypes.data, len(self.page))
-            self.numbers = driver.device_pointer(numbers.ctypes.data)
-            driver.check_stream_numbers(self.numbers)
-            self.readers = Readers(n_readers, numbers[:n_buffers], numbers[n_buffers : 2 * n_buffers])
-        except BaseException:
-            self.close()
-            raise
+        """A piece was queued in part."""
+
+    def open(self, n_readers: int) -> None:
+        """DriverError where it cannot be locked or streams know no numbers; to be closed also then."""
+        page = self.readers.filled.ctypes.data
+        lock(self.driver.register_writable, self.locked, self.address, len(self.block))
+        lock(self.driver.register_writable, self.locked, page, len(self.page))
+        self.numbers = self.driver.device_pointer(page)
+        self.driver.check_stream_numbers(self.numbers)
+        self.readers.start(n_readers)
 
     def copy(self, fd: int, offset: int, n_bytes: int, dst: int, stream: int, align: int) -> None:
         """Queues file bytes to device memory; with O_DIRECT, `align` is the block that reads must consist of."""
         for start, skip, n in portions(offset, n_bytes, self.buffer_bytes, align):
-            n_before = self.readers.n_posted
+            n_before, self.broken = self.readers.n_posted, True
             try:
                 self._copy(fd, start, skip, n, dst + start + skip - offset, stream, align)
             except BaseException:
                 self._mend(n_before, stream)
                 raise
+            self.broken = False
 
     def _copy(self, fd: int, start: int, skip: int, n: int, dst: int, stream: int, align: int) -> None:
         buffer = self.readers.n_posted % self.n_buffers
@@ -247,7 +251,6 @@ class Ring:
 
     def _mend(self, n_before: int, stream: int) -> None:
         """After a failure: gives back the buffer of a piece that was posted, for which the next reader would wait."""
-        self.broken = True
         number = self.readers.n_posted
         if number > n_before:
             buffer = n_before % self.n_buffers
@@ -257,8 +260,7 @@ class Ring:
 
     def close(self) -> None:
         """Stops the readers, lets the streams run out, unlocks; may be called again after an interrupt."""
-        if self.readers:
-            self.readers.close()
+        self.readers.close()
         release(self.driver, self.locked)
 
 
