@@ -29,7 +29,7 @@ Tap = Callable[[int, Ints, NDArray[np.float32]], None]
 
 
 class Mode(NamedTuple):
-    """How a pass runs: with which op table, and whether its ops fetch the routed experts themselves."""
+    """How a pass runs: with which op table, and whether its ops find the routed experts without uploads."""
 
     phase: str
     gathers: bool
@@ -52,15 +52,15 @@ class Runner:
         self.x = device.alloc((n, spec.n_embd), "f32")
         self.hidden = device.alloc((plan.n_window, spec.n_embd), "f32") if plan.n_window > n else None
         self.logits = device.alloc((plan.n_out, spec.n_vocab), "f32")
-        feeds = (False, True) if stream.gathers else (False,)
-        self.weights = {g: [self._step_weights(step, weights, g) for step in program.steps] for g in feeds}
+        modes = [Mode(phase, g) for phase in ("prefill", "decode") for g in (False, True)]
+        self.weights = {mode: [self._step_weights(step, weights, mode) for step in program.steps] for mode in modes}
         self.gather_below = gather_below(program) if stream.gathers else 0
         self.n_body = len(program.steps) - 1  # the last step is the head, which runs for wanted rows only
         self.tap: Tap | None = None
 
-    def _step_weights(self, step: Step, weights: dict[str, Weight], gathers: bool) -> Weights:
+    def _step_weights(self, step: Step, weights: dict[str, Weight], mode: Mode) -> Weights:
         named = {short_name(name): weights[name] for name in step.weights}
-        return Weights(experts=self.stream.experts(step, gathers), **named)
+        return Weights(experts=self.stream.experts(step, *mode), **named)
 
     def prefill(
         self, seq: Sequence, token_ids: Seq[int], rows: Seq[int] | None = None, progress: Progress | None = None
@@ -130,7 +130,7 @@ class Runner:
         logits: list[Logits] = []
         n_done = 0
         ends = np.cumsum([b.n_tokens for b in batches])
-        gathers = self.stream.gathers and (phase == "decode" or int(ends[-1]) < self.gather_below)
+        gathers = self.stream.decodes if phase == "decode" else int(ends[-1]) < self.gather_below
         mode = Mode(phase, gathers)
         streamed = () if gathers else self.stream.streamed
         self.state.stage(batches, uploads=bool(streamed))
@@ -204,7 +204,7 @@ class Runner:
             ops = self.device.decode_ops if mode.phase == "decode" else self.device.ops
             x, logits = self.x[: batch.n_tokens], self.logits[:n_out]
             run = Run(ops, self.arena, self.device.act_dtype, state, x, logits, self.cache.layers)
-            for step, weights in zip(self.program.steps[first:stop], self.weights[mode.gathers][first:stop]):
+            for step, weights in zip(self.program.steps[first:stop], self.weights[mode][first:stop]):
                 run_step(step, run, weights)
 
 

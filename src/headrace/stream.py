@@ -53,10 +53,14 @@ class ExpertStream:
         self.weights = dict(resident)
         self.gathered: dict[str, Weight] = {}
         """Streamed tensors for passes of few tokens: fetched expert by expert, without an upload."""
+        self.computed: dict[str, Weight] = {}
+        """Streamed tensors for decode steps that leave them to the host's processor."""
         for name, slot in self.slot_of.items():
             self.weights[name] = device.view(streamed[name], slot.buffer)
             if weight := device.gather_view(streamed[name], slot.buffer, host(streamed[name])):
                 self.gathered[name] = weight
+            if weight := device.computed_view(streamed[name], host(streamed[name])):
+                self.computed[name] = weight
         self.cache = self._cache(program, n_lines) if n_lines and self.gathers else None
 
     @property
@@ -112,11 +116,17 @@ class ExpertStream:
         """Whether a pass can do without uploads."""
         return 0 < len(self.gathered) == len(self.streamed)
 
-    def experts(self, step: Step, gathers: bool) -> ExpertWeights | None:
-        """A step's experts: as uploads leave them, or (gathers) as its ops fetch those that they need."""
+    @property
+    def decodes(self) -> bool:
+        """Whether a decode step can do without uploads."""
+        return self.gathers or 0 < len(self.computed) == len(self.streamed)
+
+    def experts(self, step: Step, phase: str, gathers: bool) -> ExpertWeights | None:
+        """A step's experts: as uploads leave them, or (gathers) as its ops find those that they need."""
         if not (e := step.experts):
             return None
-        weights = self.weights | self.gathered if gathers else self.weights
+        here = self.computed if phase == "decode" and self.computed else self.gathered
+        weights = self.weights | here if gathers else self.weights
         return ExpertWeights(weights[e.gate], weights[e.up] if e.up else None, weights[e.down])
 
     def after_decode(self) -> None:

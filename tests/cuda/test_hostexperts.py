@@ -10,6 +10,7 @@ import pytest
 import headrace
 from headrace.backends import open_device
 from headrace.errors import UserError
+from headrace.spec import MoeSpec
 from models.tiny import Tiny, write
 from ops.cases import Lab, experts_case
 
@@ -67,6 +68,18 @@ def test_biases_are_refused() -> None:
     device.close()
 
 
+def test_a_layer_in_two_places_is_refused_by_cpu() -> None:
+    device = open_device("cuda")
+    device.split_experts(0, 1)
+    lab = Lab(device, 7, decode=True)
+    r, h = lab.routing(1, MoeSpec(4, 2, 32, 1e-6)), lab.out(2, 32)
+    gate, up = (lab.weight("Q8_0", 4, 32, 64, gathered=True) for _ in range(2))
+    lab.ops.expert_glu(h, lab.acts(1, 64), r, gate, up, "silu")
+    with pytest.raises(UserError, match="keep them together"):
+        lab.ops.expert_down(lab.out(2, 64), h, r, lab.weight("Q8_0", 4, 64, 32))
+    device.close()
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield write(tmp_path_factory.mktemp("split") / "m.gguf", MODEL)
@@ -97,6 +110,22 @@ def test_an_engine_stays_within_the_kl_of_gather(path: Path, gathered: np.ndarra
     np.testing.assert_array_equal(gathered[0], got[0])  # the prompt is the GPU's
     kl = (np.exp(gathered) * (gathered - got)).sum(1)
     assert 0 < kl[1:].max() < 2e-3 and gathered.std() > 0.5
+
+
+def test_the_cpu_needs_no_page_locked_memory(path: Path, gathered: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can be gathered a decode step uploads nothing all the same."""
+    from headrace.backends.cuda.device import CudaDevice
+
+    monkeypatch.setattr(CudaDevice, "gather_view", lambda *args: None)
+    with headrace.open(path, backend="cuda", n_ctx=64, n_cpu_moe=1, expert_decode="cpu") as engine:
+        (logits,) = engine.runner.prefill(engine.sequence, [5, 6, 7])
+        n = engine.stream.uploaded_bytes
+        assert n and engine.stream.decodes and not engine.stream.gathers
+        (logits,) = engine.runner.decode([engine.sequence], [30])
+        assert engine.stream.uploaded_bytes == n
+    x = logits.astype(np.float64) - logits.max()
+    q = x - np.log(np.exp(x).sum())
+    assert 0 < (np.exp(gathered[1]) * (gathered[1] - q)).sum() < 2e-3
 
 
 def test_the_cpus_rate_is_measured() -> None:

@@ -275,6 +275,10 @@ class Device(Protocol):
         """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy.
         Unless `register`, none of them is page-locked."""
 
+    def computed_view(self, info: "TensorInfo", raw: NDArray[np.uint8]) -> Weight | None:
+        """A weight in host memory, page-locked or not, all of whose routed experts `decode_ops` leave to the CPU; None
+        where they do not."""
+
     def split_experts(self, first_rank: int, n_threads: int) -> None:
         """From now on `decode_ops` leave the routed ranks from first_rank on of experts in host memory to the CPU. Only
         a GPU is asked; to be called before `gather_view`."""

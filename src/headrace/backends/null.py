@@ -277,6 +277,8 @@ class NullDevice:
         self.slots.add(slot.buffer)
         return NullWeight(info, slot[: info.n_bytes])
 
+    def computed_view(self, info: TensorInfo, raw: NDArray[np.uint8]) -> None: ...
+
     def gather_view(
         self, info: TensorInfo, slot: NullTensor, raw: NDArray[np.uint8], lines: Any = None
     ) -> NullWeight | None:  # fmt: skip

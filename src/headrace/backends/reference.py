@@ -253,6 +253,8 @@ class ReferenceDevice:
     def view(self, info: TensorInfo, slot: Array) -> ReferenceWeight:
         return ReferenceWeight(info, slot)
 
+    def computed_view(self, info: TensorInfo, raw: NDArray[np.uint8]) -> None: ...
+
     def gather_view(self, info: TensorInfo, slot: Array, raw: Array, lines: Any = None) -> None: ...
 
     def upload(self, dst: Array, src: Array, queue: Any = None) -> None:

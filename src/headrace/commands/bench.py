@@ -132,7 +132,7 @@ def measure(
             if engine.plan.streamed or args.trace:
                 once(engine, test, trace)
             spans = trace.spans()
-            uploads = [s for s in spans if s.about.get("phase") != "decode" or not engine.stream.gathers]
+            uploads = [s for s in spans if s.about.get("phase") != "decode" or not engine.stream.decodes]
             row = about | test_row(test, samples)
             yield (
                 row | link_row(row["avg_ts"], test.n_tokens, samples[0].moved_bytes, uploads, peak_gbps(engine)),
@@ -191,13 +191,14 @@ def fetched(engine: "Engine", test: Test) -> int | None:
     written. None where a short prompt's tokens share experts, so that only the device knows how many they take."""
     from ..schedule import split
 
-    if not engine.stream.gathers:
+    if not engine.stream.gathers or engine.plan.cpu_rank == 0:
         return 0
     windows = split(test.n_prompt, engine.plan.n_window, engine.plan.n_ubatch)
     if any(window[-1][1] - window[0][0] < engine.runner.gather_below for window in windows):
         return None
+    rank = engine.plan.cpu_rank
     return test.n_gen * sum(
-        engine.program.spec.ffn[step.layer].n_expert_used * t.n_bytes // t.shape[0]
+        min(engine.program.spec.ffn[step.layer].n_expert_used, rank or 1 << 30) * t.n_bytes // t.shape[0]
         for step in engine.program.steps
         for name, t in engine.stream.streamed.items()
         if step.experts and name in step.experts.tensors

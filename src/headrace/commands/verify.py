@@ -136,7 +136,9 @@ def how_fed(engine: "Engine") -> str:
     """How decoding gets the experts."""
     if not engine.plan.streamed:
         return "there"
-    return "gather" if engine.stream.gathers else "upload"
+    if (rank := engine.plan.cpu_rank) is not None:
+        return f"split {rank}" if rank else "cpu"
+    return "gather" if engine.stream.decodes else "upload"
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,11 @@ class CudaDevice:
         if self.copy.stream:
             self.copy.host = HostCopier(cuda_driver(self.where.index), ranges, budget_bytes, register=register)
 
+    def computed_view(self, info: TensorInfo, raw: NDArray[np.uint8]) -> CudaWeight | None:
+        if not self.host_experts or self.host_experts.first_rank:
+            return None
+        return CudaWeight(info, torch.empty(0), HostBytes(raw))
+
     def split_experts(self, first_rank: int, n_threads: int) -> None:
         """From now on the CPU computes the routed experts of the decode phase from a rank on (see hostexperts.py)."""
         self.host_experts = HostExperts(self.where, first_rank, n_threads)

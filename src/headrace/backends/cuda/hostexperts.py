@@ -260,6 +260,12 @@ class SplitOps(DecodeOps):
             super().expert_down(out[:n], h[:n], own, down)
         self.asked = at
 
+    def fetched(self, w: Any, routing: Routing, last: bool = False) -> Tensor:
+        if w.host is not None and not self.host.first_rank:
+            why = "others of its layer are not: keep them together, or use --expert-decode gather"
+            raise UserError(f"tensor {w.info.name!r} is in host memory, {why}")
+        return super().fetched(w, routing, last)
+
     def combine(self, x: Tensor, y: Tensor, routing: Routing) -> None:
         at, self.asked = self.asked, None
         if at is None:
