@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from headrace.backends import cuda
-from headrace.backends.base import StepState
+from headrace.backends.base import Lines, StepState
 from headrace.backends.cuda.decode_ops import DecodeOps
 from headrace.backends.cuda.device import SLOT_PADDING_BYTES, CudaDevice, CudaWeight
 from headrace.backends.cuda.ops import CudaOps
@@ -78,7 +78,9 @@ class Launches:
 
 
 class Lab(cases.Lab):
-    """Tensors of the right shapes whose numbers do not matter."""
+    """Tensors of the right shapes whose numbers do not matter; with `cached`, gathered experts have cache lines."""
+
+    cached = False
 
     def normal(self, *shape: int, scale: float = 1.0) -> np.ndarray:
         return np.zeros(shape, np.float32)
@@ -87,7 +89,8 @@ class Lab(cases.Lab):
         kind = TYPES[type_name]
         info = TensorInfo("w", kind, shape, 0, 0, kind.n_bytes(shape))
         data = torch.empty(info.n_bytes + SLOT_PADDING_BYTES, dtype=torch.uint8)
-        return CudaWeight(info, data, data if gathered else None)
+        lines = Lines(data, *(torch.zeros(shape[0], dtype=torch.int32) for _ in range(3))) if self.cached else None
+        return CudaWeight(info, data, data if gathered else None, lines)
 
     def state(self, *sequences: tuple[int, int], n_block: int = 32, page: int = PAGE) -> StepState:
         return super().state(*sequences, n_block=32, page=PAGE)
@@ -124,6 +127,7 @@ def prefill(lab: Lab, t: int) -> None:
     cases.experts_case(lab, "Q4_K", t, 512, 256, used=8, n_expert=64)
     if t < 64:
         cases.experts_case(lab, "MXFP4", t, 96, 1408, used=8, n_expert=64, bias=True, activation="gelu")
+        cases.experts_case(lab, "Q4_K", t, 512, 256, used=8, n_expert=64, gathered=True)
     cases.delta_case(lab, (0, t), k_heads=16, v_heads=32, dim=128)
 
 
@@ -132,13 +136,16 @@ def decode(lab: Lab, n: int) -> None:
     cases.row_case(lab, n, 2048)
     cases.linear_case(lab, "Q4_K", n, 512, 2048)
     cases.attention_case(lab, *[(130, 1)] * n, heads=16, kv=2, dim=256)
-    cases.experts_case(lab, "Q4_K", n, 2048, 512, used=4, gathered=True, bias=True)
-    cases.experts_case(lab, "Q4_K", n, 2048, 512, used=4, fused=True, up_type="")
+    for cached in (False, True):
+        lab.cached = cached
+        cases.experts_case(lab, "Q4_K", n, 2048, 512, used=4, gathered=True, bias=True)
+    cases.experts_case(lab, "Q4_K", n, 2048, 512, used=4, fused=True)
     cases.delta_case(lab, *[(70, 1)] * n, k_heads=16, v_heads=32, dim=128)
 
 
 def split(lab: Lab, n: int) -> None:
     """Experts of a decode step that the CPU has a part in."""
+    lab.cached = False
     cases.experts_case(lab, "Q4_K", n, 2048, 512, used=4, gathered=True)
 
 
