@@ -92,8 +92,8 @@ class Held:
 class HostCopier:
     """Copies from pieces of mapped files to device memory; locks what it may of them.
 
-    `budget_bytes` is what may be locked, and also the RAM that counts on for the page cache: pieces that it does not
-    cover are read with O_DIRECT, unless `direct` says otherwise. `register` "off" locks none of the pieces.
+    `budget_bytes` is what may be locked, and the RAM that there is: where it does not hold all pieces, those that are
+    not locked are read with O_DIRECT, unless `direct` says otherwise. Without `register` none of the pieces is locked.
     """
 
     def __init__(

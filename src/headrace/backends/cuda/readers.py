@@ -233,13 +233,14 @@ class Ring:
     def copy(self, fd: int, offset: int, n_bytes: int, dst: int, stream: int, align: int) -> None:
         """Queues file bytes to device memory; with O_DIRECT, `align` is the block that reads must consist of."""
         for start, skip, n in portions(offset, n_bytes, self.buffer_bytes, align):
-            n_before, self.broken = self.readers.n_posted, True
+            n_before = self.readers.n_posted
             try:
+                self.broken = True
                 self._copy(fd, start, skip, n, dst + start + skip - offset, stream, align)
+                self.broken = False
             except BaseException:
                 self._mend(n_before, stream)
                 raise
-            self.broken = False
 
     def _copy(self, fd: int, start: int, skip: int, n: int, dst: int, stream: int, align: int) -> None:
         buffer = self.readers.n_posted % self.n_buffers
