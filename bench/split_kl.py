@@ -56,7 +56,5 @@ if __name__ == "__main__":
             ops.expert_glu, ops.expert_down = split_glu, split_down
             got = log_softmax(engine.logits(ids))
             kl = (np.exp(right) * (right - got)).sum(1)
-            equal = int((right.argmax(1) == got.argmax(1)).sum())
-            print(
-                f"ranks from {first} of {n_used}: mean KL {kl.mean():.1e}, largest {kl.max():.1e}, {equal} of {len(ids)} likeliest tokens equal"
-            )
+            equal = f"{(right.argmax(1) == got.argmax(1)).sum()} of {len(ids)} tokens equal"
+            print(f"ranks from {first} of {n_used}: KL {kl.mean():.1e}, largest {kl.max():.1e}, {equal}", flush=True)
