@@ -143,6 +143,23 @@ def test_it_sleeps_and_wakes(served):
         assert error(right, layer.y) < LIMIT
 
 
+def test_what_was_expected_and_never_came(served):
+    """Keeps the thread awake, until who was interrupted says that it will not come; then all is as before."""
+    served.service.expect(2)
+    time.sleep(0.05)
+    assert not served.service.asleep
+    served.service.settle()
+    end = time.monotonic() + 10
+    while not served.service.asleep:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    layer = Layer(1, 2)
+    served.service.expect(1)
+    served.request(layer.program(served.ops))
+    served.wait()
+    assert error(layer.right(), layer.y) < LIMIT
+
+
 def test_closing_ends_the_thread():
     before = threading.active_count()
     served = Served(2)

@@ -40,6 +40,7 @@ _END, _SLEEP, _RING = -1, 0, 1
 def _serve(team, box, control):
     """Serves until there is something that takes Python: an end, a sleep, or a team that must be woken."""
     idle = 0
+    exchange(control + _ASLEEP, 0)
     while True:
         served = i64(control + _SERVED, 0)
         if i64(control + _POSTED, 0) == 0 and load_sync(box + 8 * SERIAL) != served:
@@ -70,8 +71,19 @@ def _expect(control, n, stop):
     """Announces requests, or the end; returns whether the thread must be called."""
     atomic_add(control + _EXPECTED, n)
     if stop:
-        store_release(control + _STOP, 1)
-    return exchange(control + _ASLEEP, 0)
+        exchange(control + _STOP, 1)
+    return load_sync(control + _ASLEEP)
+
+
+@entry
+def _settle(control):
+    exchange(control + _EXPECTED, load_sync(control + _SERVED))
+    return 0
+
+
+@entry
+def _is_asleep(control):
+    return load_sync(control + _ASLEEP)
 
 
 class Service:
@@ -82,16 +94,25 @@ class Service:
         memory = np.zeros(6 * 8 + 8, np.int64)
         self._control, bell = at(memory) + -at(memory) % 64, queue.SimpleQueue()
         self._bell = bell
-        for fn in (_serve, _expect):
+        for fn in (_serve, _expect, _settle):
             fn.call  # noqa: B018  compiles here
         thread = threading.Thread(target=_thread, args=(team, box, memory, self._control, bell), daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _close, self._control, memory, bell, thread)
 
     def expect(self, n: int) -> None:
-        """n more requests will come, or have come."""
+        """n more requests will come. To be said before they are queued: an interrupt between the two then leaves a
+        thread that spins, not a device that waits; see `settle`."""
         if n and _expect.call(self._control, n, 0):
             self._bell.put(None)
+
+    def settle(self) -> None:
+        """The device is idle: what was expected and has not come will not come."""
+        _settle.call(self._control)
+
+    @property
+    def asleep(self) -> bool:
+        return bool(_is_asleep.call(self._control))
 
 
 def _thread(

@@ -228,17 +228,28 @@ class CudaDevice:
         if graph is None:
             return False
         self.graphs.move_to_end(key)
-        if self.host_experts:
-            self.host_experts.expect(self.n_requests[key])
-        with self.compute.here():
+        with self._settled(), self.compute.here():
+            if self.host_experts:
+                self.host_experts.expect(self.n_requests[key])
             graph.replay()
         return True
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """The CPU waits no longer for requests that an exception inside kept from being sent."""
+        try:
+            yield
+        except BaseException:
+            if self.host_experts:
+                self.compute.synchronize()
+                self.host_experts.settle()
+            raise
 
     @contextmanager
     def record(self, key: Hashable) -> Iterator[None]:
         """The first run of a shape only runs (kernels compile, scratch grows); the second is captured as a graph."""
         try:
-            with self._recorded(key):
+            with self._settled(), self._recorded(key):
                 yield
         except torch.OutOfMemoryError:
             raise MemoryError(f"{self.info.name}: no memory for the workspace of this batch") from None

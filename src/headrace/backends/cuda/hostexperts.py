@@ -150,6 +150,10 @@ class HostExperts:
     def request(self, at: Exchange, x: Tensor, routing: Routing, program: Program) -> None:
         n_tokens, n = x.shape
         top_k = routing.ids.shape[1]
+        if self.service and torch.cuda.is_current_stream_capturing():
+            self.n_captured += 1
+        else:
+            self.expect(1)
         request_kernel[(1,)](
             x, routing.ids, routing.weights, at.x, at.ids, at.weights, at.own_ids, at.own_weights, self.box,
             self.serial, program.address, program.n_calls, n_tokens, n, x.stride(0), FIRST=self.first_rank, TOP_K=top_k,
@@ -159,15 +163,16 @@ class HostExperts:
         if not self.service:
             self.team.run(program)
             self.box[DONE] = self.box[SERIAL]
-        elif torch.cuda.is_current_stream_capturing():
-            self.n_captured += 1
-        else:
-            self.expect(1)
 
     def expect(self, n: int) -> None:
-        """n requests have been queued, or are about to be."""
+        """n requests are about to be queued."""
         if self.service:
             self.service.expect(n)
+
+    def settle(self) -> None:
+        """After an exception, when the device is idle."""
+        if self.service:
+            self.service.settle()
 
     def close(self) -> None:
         """To be called when the device is idle."""
@@ -233,6 +238,7 @@ class SplitOps(DecodeOps):
         gate_bias: Any = None, up_bias: Any = None,
     ) -> None:  # fmt: skip
         args = (out, x, routing, gate, up, activation)
+        self.glu_args, self.asked = (), None  # an exception may have left something of another layer
         if gate.host is None or (up and up.host is None):
             super().expert_glu(*args, gate_bias, up_bias)
         elif gate_bias or up_bias:
