@@ -21,7 +21,7 @@ from .calls import Tensor, at
 from .native import atomic_add, entry, exchange, i64, load_sync, op, put_f32, put_i64, store_release
 from .ops import CpuOps
 from .router import sort_entries
-from .team import Program, Team, lead, post, share, sleepers, spin
+from .team import Program, Team, lead, patience, post, share, sleepers, spin
 from .weights import CpuWeight
 
 WORDS = 16
@@ -32,7 +32,6 @@ cache line; we write the serial number of the last request that is done to anoth
 
 # Words of the thread and of `expect`.
 _SERVED, _POSTED, _EXPECTED, _STOP, _ASLEEP = (64 * i for i in range(5))
-_SPINS_BEFORE_SLEEP = 20_000
 _END, _SLEEP, _RING = -1, 0, 1
 
 
@@ -56,7 +55,7 @@ def _serve(team, box, control):
             idle = 0
         elif load_sync(control + _STOP):
             return _END
-        elif idle < _SPINS_BEFORE_SLEEP or load_sync(control + _EXPECTED) > served:
+        elif idle < patience(team) or load_sync(control + _EXPECTED) > served:
             idle = spin(idle)
         else:
             exchange(control + _ASLEEP, 1)

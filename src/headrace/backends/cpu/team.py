@@ -44,13 +44,20 @@ COUNTERS = 8
 # The team's memory: byte offsets, a cache line each.
 _SIZE, _ARRIVED, _ROUND, _SEQ, _PROGRAM, _LEFT, _LED, _COUNTERS, _ASLEEP = (64 * i for i in range(9))
 _SPINS_BEFORE_YIELD = 1024
-_SPINS_BEFORE_SLEEP = 20_000
+PATIENCE = 20_000
+"""Turns of a wait before an idle thread sleeps: 0.3 to 1 ms, by how long a processor's pause takes."""
 
 
 @inner
 def size(team):
     """Threads in the team."""
     return i64(team + _SIZE, 0)
+
+
+@inner
+def patience(team):
+    """Turns of a wait before an idle thread of the team sleeps."""
+    return i64(team + _SIZE, 1)
 
 
 @inner
@@ -139,7 +146,7 @@ def _work(tid, team, seq):
                 return -1
             _run(tid, team)
             atomic_add(team + _LEFT, -1)
-        elif idle < _SPINS_BEFORE_SLEEP:
+        elif idle < patience(team):
             idle = spin(idle)
         else:
             exchange(team + _ASLEEP + 64 * tid, 1)
@@ -231,13 +238,14 @@ class Team:
     `close` ends the threads; it happens by itself when the team is forgotten or the interpreter ends.
     """
 
-    def __init__(self, n_threads):
+    def __init__(self, n_threads, patience=PATIENCE):
         if not 1 <= n_threads <= 62:
             raise ValueError(f"a team has 1 to 62 threads, not {n_threads}")
         self.n_threads = n_threads
         memory = np.zeros((_ASLEEP + 64 * n_threads) // 8 + 8, np.int64)
         self._memory, self.address = memory, memory.ctypes.data + -memory.ctypes.data % 64
-        memory[(self.address - memory.ctypes.data) // 8] = n_threads
+        first = (self.address - memory.ctypes.data) // 8
+        memory[first : first + 2] = n_threads, patience
         self._bells = [queue.SimpleQueue() for _ in range(n_threads)]
         self._posted = None
         threads = [

@@ -114,7 +114,7 @@ class HostExperts:
 
     def __init__(self, where: torch.device, first_rank: int, n_threads: int) -> None:
         self.where, self.first_rank, self.on_gpu = where, first_rank, where.type == "cuda"
-        self.team = Team(team_threads(where, n_threads))
+        self.team = Team(team_threads(where, n_threads), PATIENCE)
         self.cpu = CpuOps(self.team)
         self.box = self._host((WORDS,), torch.int64)
         self.serial = torch.zeros(1, dtype=torch.int64, device=where)
@@ -181,6 +181,8 @@ class HostExperts:
         self.team.close()
 
 
+PATIENCE = 150_000
+"""Turns that an idle team waits, 2 to 7 ms: longer than it takes to choose a token, so that it is awake for the next."""
 SAMPLE_EXPERTS, SAMPLE_USED, SAMPLE_EMBD, SAMPLE_FF = 256, 8, 2048, 512
 """Shape of the experts that `measured` computes: 453 MB of Q4_K, more than caches hold."""
 
