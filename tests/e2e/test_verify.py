@@ -75,7 +75,9 @@ def test_kl_of_rows() -> None:
 
 
 def test_cpu_passes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out = verify(capsys, path, "-ub", "128,64", "-p", "150", "-n", "2", "--against", "reference")
+    status, out = verify(
+        capsys, path, "--backend", "cpu", "-ub", "128,64", "-p", "150", "-n", "2", "--against", "reference"
+    )
     assert status == 0
     assert out.count("the same bits") == 2 and out.count("other arithmetic, KL") == 3 and "none differs" in out
     assert "KL from reference, 150 random tokens: " in out and "greedy tokens equal to reference's: " in out
@@ -137,7 +139,7 @@ def test_a_bug_tells_its_setting(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_setting_proves_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["-ub", "64", "-t", "1", "--repack", "off", "--schedule", "layer", "-p", "9"]
+    options = ["--backend", "cpu", "-ub", "64", "-t", "1", "--repack", "off", "--schedule", "layer", "-p", "9"]
     assert main(["verify", "-m", str(path), *options]) == 2
     assert "nothing to compare" in capsys.readouterr().err
     assert main(["verify", "-m", str(path), "--backend", "null"]) == 2
@@ -148,10 +150,10 @@ def test_one_setting_proves_nothing(path: Path, capsys: pytest.CaptureFixture[st
 def test_cuda_streams_the_same_bits_and_a_slot_that_differs_is_named(
     short: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--backend", "cuda", "-ncmoe", "2,0", "-ub", "16", "--schedule", "layer", "-p", "20", "-n", "1")
+    options = ("--backend", "cuda", "-ncmoe", "2,0", "-ub", "8", "--schedule", "layer", "-p", "9", "-n", "1")
     options += ("--prefetch-experts", "8")
     status, out = verify(capsys, short, *options)
-    assert status == 0 and "2 settings: none differs" in out, out
+    assert status == 0 and "settings: none differs" in out, out
 
     from headrace.backends.cuda.ops import CudaOps
 
@@ -160,8 +162,8 @@ def test_cuda_streams_the_same_bits_and_a_slot_that_differs_is_named(
     def wrong(ops: Any, out: Any, h: Any, routing: Any, down: Any, bias: Any = None) -> None:
         right(ops, out, h, routing, down, bias)
         if down.info.name.startswith("blk.1.") and len(down.data) > down.info.n_bytes:  # resident
-            out[3, 0] += 1
+            out[-1, 0] += 1
 
     monkeypatch.setattr(CudaOps, "expert_down", wrong)
     status, out = verify(capsys, short, *options)
-    assert status == 1 and "first difference: layer 2, step blk.1.ffn" in out, out
+    assert status == 1 and "first difference: layer 1, step blk.1.ffn" in out, out

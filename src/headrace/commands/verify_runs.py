@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import Config
 from ..engine import Engine
 from ..program import Program
 
@@ -41,8 +42,11 @@ def default_axes(kind: str, program: Program) -> tuple[Axes, Axes]:
     if not program.expert_tensors:
         return exact, {}
     n = program.spec.n_layer
-    placements = {"n_cpu_moe": tuple(dict.fromkeys((n, -(-n // 3), 0))), "prefetch_experts": (0, 1, 2, 3, 8)}
-    return {**placements, **exact}, {}
+    exact = {
+        "n_cpu_moe": tuple(dict.fromkeys((n, -(-n // 3), 0))), "prefetch_experts": (0, 1, 2, 3, 8),
+        "register_host": ("auto", "off"), **exact,
+    }  # fmt: skip
+    return {name: values for name, values in exact.items() if name in Config.__dataclass_fields__}, {}
 
 
 def checks(exact: Axes, other: Axes, every: bool) -> list[Check]:
