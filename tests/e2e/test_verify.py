@@ -154,6 +154,7 @@ def test_cuda_streams_the_same_bits_and_a_slot_that_differs_is_named(
     options += ("--prefetch-experts", "8")
     status, out = verify(capsys, short, *options)
     assert status == 0 and "settings: none differs" in out, out
+    assert out.count("other arithmetic, KL") == 2, "experts on the CPU, and shared with it"
 
     from headrace.backends.cuda.ops import CudaOps
 
@@ -165,5 +166,5 @@ def test_cuda_streams_the_same_bits_and_a_slot_that_differs_is_named(
             out[-1, 0] += 1
 
     monkeypatch.setattr(CudaOps, "expert_down", wrong)
-    status, out = verify(capsys, short, *options)
+    status, out = verify(capsys, short, *options, "--expert-decode", "gather")
     assert status == 1 and "first difference: layer 1, step blk.1.ffn" in out, out

@@ -46,7 +46,8 @@ def default_axes(kind: str, program: Program) -> tuple[Axes, Axes]:
         "n_cpu_moe": tuple(dict.fromkeys((n, -(-n // 3), 0))), "prefetch_experts": (0, 1, 2, 3, 8),
         "register_host": ("auto", "off"), **exact,
     }  # fmt: skip
-    return {name: values for name, values in exact.items() if name in Config.__dataclass_fields__}, {}
+    other = {"expert_decode": ("gather", "cpu", "split")}
+    return {name: values for name, values in exact.items() if name in Config.__dataclass_fields__}, other
 
 
 def checks(exact: Axes, other: Axes, every: bool) -> list[Check]:
