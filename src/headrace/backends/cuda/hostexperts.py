@@ -182,7 +182,7 @@ class HostExperts:
 
 
 PATIENCE = 150_000
-"""Turns that an idle team waits, 2 to 7 ms: longer than it takes to choose a token, so that it is awake for the next."""
+"""Turns that an idle team waits, 2 to 7 ms: longer than choosing a token takes, so that it is awake for the next."""
 SAMPLE_EXPERTS, SAMPLE_USED, SAMPLE_EMBD, SAMPLE_FF = 256, 8, 2048, 512
 """Shape of the experts that `measured` computes: 453 MB of Q4_K, more than caches hold."""
 
