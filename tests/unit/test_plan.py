@@ -91,15 +91,15 @@ def test_it_prints_itself(file: File) -> None:
 def test_the_cpus_share_of_a_decode_step(file: File) -> None:
     """Ranks are shared as the speeds are, or as the user says; the plan states which and why."""
     fast = dataclasses.replace(GPU, link_gbps=50, cpu_gbps=100)
-    assert plan(file, fast).cpu_rank is None and plan(file, fast, expert_decode="cpu").cpu_rank == 0
-    p = plan(file, fast, expert_decode="split")
+    assert plan(file, fast).cpu_rank is None and plan(file, fast, expert_decode="cpu", n_cpu_moe=4).cpu_rank == 0
+    p = plan(file, fast, expert_decode="split", n_cpu_moe=4)
     assert p.cpu_rank == 1 and "1 of 3 ranks over the link (50 GB/s)" in " ".join(p.reasons)
     assert "routed ranks from 1 on" in "\n".join(p.lines())
-    assert plan(file, fast, expert_decode="split", split_rank=2).cpu_rank == 2
-    unknown = plan(file, GPU, expert_decode="split")
+    assert plan(file, fast, expert_decode="split", split_rank=2, n_cpu_moe=4).cpu_rank == 2
+    unknown = plan(file, GPU, expert_decode="split", n_cpu_moe=4)
     assert unknown.cpu_rank == 2 and "unknown" in " ".join(unknown.reasons)
     assert plan(file, fast, expert_decode="split", n_cpu_moe=0).cpu_rank is None, "nothing is on the host"
     with pytest.raises(UserError, match="--split-rank 4"):
-        plan(file, fast, expert_decode="split", split_rank=4)
+        plan(file, fast, expert_decode="split", split_rank=4, n_cpu_moe=4)
     with pytest.raises(UserError, match="--expert-decode cpu"):
         plan(file, CPU, expert_decode="cpu")
