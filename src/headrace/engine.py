@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends import open_device
+from .backends import choose_backend, measured_rates, open_device
 from .backends.base import Device, Weight
 from .chat import ChatTemplate
 from .config import Config
@@ -29,6 +29,7 @@ from .kvcache import KVCache
 from .models import load_program
 from .plan import Plan, make_plan
 from .program import Program
+from .rates import load_rates
 from .runner import Progress, Runner
 from .sampling import SamplingParams
 from .stats import Stats
@@ -63,14 +64,22 @@ class Prepared:
     plan: Plan
 
 
-def prepare(path: str | Path | None, config: Config) -> Prepared:
-    """Reads the file's directory, opens the device and plans; raises UserError on bad input."""
+def prepare(path: str | Path | None, config: Config, *, measure_rates: bool = False) -> Prepared:
+    """Reads the file's directory, opens the device and plans; raises UserError on bad input.
+
+    Speeds are those that were measured before on this machine, or now, if `measure_rates`.
+    """
     file = open_gguf(path or demo_path())
     program = load_program(file)
     measure = config.expert_decode == "split" and config.split_rank < 0
-    device = open_device(config.backend, n_threads=config.n_threads, measure_cpu=measure)
+    backend = choose_backend(config.backend, config.n_gpu_layers)
+    device = open_device(backend, n_threads=config.n_threads, measure_cpu=measure)
     try:
-        plan = make_plan(program, file.tensors, device.info, config, device.act_dtype)
+        rates = load_rates(device.info.name) or (measured_rates(backend, device) if measure_rates else None)
+        plan = make_plan(
+            program, file.tensors, device.info, config.with_environment(), device.act_dtype,
+            scratch=device.scratch_bytes, rates=rates, lockable_bytes=lockable_bytes(),
+        )  # fmt: skip
     except BaseException:
         device.close()
         raise
@@ -95,7 +104,9 @@ class Engine:
             weights = self._load(load_progress)
             streamed = {name: self.file.tensors[name] for name in self.plan.streamed}
             if streamed:
-                self.device.pin(self.host.ranges(streamed.values()), lockable_bytes())
+                budget_bytes = min(n for n in (config.host_limit_bytes, lockable_bytes()) if n is not None)
+                self.device.pin(self.host.ranges(streamed.values()), budget_bytes, self.plan.lock_bytes > 0)
+            self.device.reserve(self.spec, self.plan.n_ubatch, self.plan.n_seq_max)
             self.cache = KVCache(
                 self.device, self.spec, self.plan.n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v
             )

@@ -5,35 +5,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .backends.base import DeviceInfo
-from .batch import state_bytes
-from .config import Config
+from .budget import N_WINDOW, Bytes, Scratch, Sizes, Task, fit
+from .config import Config, overrides
 from .errors import UserError
 from .expertsplit import choose_rank
 from .gguf import TensorInfo
-from .kvcache import PAGE, cache_bytes
-from .program import Program, arena_bytes
+from .kvcache import PAGE
+from .placement import GIB, Placement, host_placements
+from .predict import Costs, Prediction, count, decode_s, predict
+from .program import Program
+from .rates import Rates
 from .spec import MoeSpec
 
-MIB, GIB = 2**20, 2**30
-LOGITS_BYTES = 256 * MIB
-"""Most bytes of logits computed at once; wider requests go through the head in parts."""
-REPACK_HEADROOM = 1.15
-"""Peak memory over the weights' bytes while they are regrouped."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one tensor lives.
-
-    feed: "mapped" (read in the file's map), "resident" (loaded once into the device's own memory), "stream" (uploaded
-    whole into a slot each time). layout: "in_place" or "interleaved".
-    """
-
-    tensor: str
-    feed: str
-    layout: str
-    n_bytes: int
-    reason: str
+__all__ = ["Placement", "Plan", "make_plan"]
+MIB = 2**20
+N_UBATCH = 512
+"""Micro-batch on a CPU."""
+PROMPTS = (2048, 16384, 32768)
+"""Prompts whose time is predicted."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +42,15 @@ class Plan:
     cache_bytes: int
     arena_bytes: int
     state_bytes: int
+    scratch_bytes: int
+    """What the ops keep beside the arena."""
+    budget_bytes: int | None
+    """What might be allocated on the device; None: it does not say."""
+    lock_bytes: int
+    """Host memory that may be page-locked; 0: none is to be."""
+    rates: Rates | None
+    costs: Costs | None
+    """Of the device, and of the program under this plan: what predictions take; None where rates are not known."""
     reasons: tuple[str, ...]
 
     @property
@@ -65,19 +63,42 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """All memory that the plan asks the device for; mapped weights are the page cache's."""
-        slots = self.n_slots * self.slot_bytes
-        return self.n_bytes("resident") + slots + self.cache_bytes + self.arena_bytes + self.state_bytes
+        slots, working = self.n_slots * self.slot_bytes, self.arena_bytes + self.scratch_bytes + self.state_bytes
+        return self.n_bytes("resident") + slots + self.cache_bytes + working
+
+    @property
+    def spare_bytes(self) -> int:
+        """What the budget leaves over; 0 where it is not known."""
+        return max(0, (self.budget_bytes or 0) - self.device_bytes)
+
+    @property
+    def lockable_bytes(self) -> int:
+        """Of the streamed bytes, those that fit the budget for page-locked memory."""
+        return min(self.lock_bytes, self.n_bytes("stream"))
+
+    def predict(self, n_tokens: int) -> Prediction | None:
+        """The time of a prompt."""
+        if not self.rates or not self.costs:
+            return None
+        return predict(self.costs, self.rates, n_tokens, self.n_ubatch, self.n_window, self.lock_bytes)
+
+    def decode_s(self) -> tuple[float, float] | None:
+        """At the least, for a decoded token: (seconds of fetching experts, seconds of reading weights)."""
+        return decode_s(self.costs, self.rates, self.lock_bytes) if self.rates and self.costs else None
 
     def lines(self) -> Iterator[str]:
         """The plan for people: sizes, then counts of each kind of placement with its reason."""
         yield f"device      {self.device.name} ({self.device.kind}), {self.device.free_bytes / GIB:.1f} GiB available"
         for label, n_bytes in (
-            ("mapped", self.n_bytes("mapped")), ("resident", self.n_bytes("resident")),
-            ("streamed", self.n_bytes("stream")), ("slots", self.n_slots * self.slot_bytes),
-            ("kv cache", self.cache_bytes), ("workspace", self.arena_bytes), ("hidden", self.state_bytes),
+            ("mapped", self.n_bytes("mapped")), ("streamed", self.n_bytes("stream")),
+            ("page-locked", self.lockable_bytes), ("resident", self.n_bytes("resident")),
+            (f"slots x {self.n_slots}", self.n_slots * self.slot_bytes), ("kv cache", self.cache_bytes),
+            ("workspace", self.arena_bytes), ("scratch", self.scratch_bytes), ("hidden", self.state_bytes),
         ):  # fmt: skip
             if n_bytes:
                 yield f"{label:11} {n_bytes / MIB:10.1f} MiB"
+        if self.budget_bytes is not None:
+            yield f"{'in all':11} {self.device_bytes / MIB:10.1f} MiB of {self.budget_bytes / MIB:.1f} on the device"
         yield f"context     {self.n_ctx} tokens x {self.n_seq_max}, micro-batch {self.n_ubatch}, window {self.n_window}"
         yield f"schedule    {self.schedule}-major"
         if self.cpu_rank is not None:
@@ -89,59 +110,117 @@ class Plan:
             )
             yield f"{n:5} tensors {n_bytes / MIB:10.1f} MiB  {feed}, {layout.replace('_', ' ')}: {reason}"
         yield from (f"note        {reason}" for reason in self.reasons)
+        yield from self.prediction_lines()
+
+    def prediction_lines(self) -> Iterator[str]:
+        """Predicted seconds and tokens a second of prompts that fit the context, and of a decoded token."""
+        for n_tokens in PROMPTS:
+            if n_tokens <= self.n_ctx and (p := self.predict(n_tokens)):
+                yield (
+                    f"prompt      {n_tokens} tokens: {p.seconds:.3f} s, {p.tokens_per_s:.0f} t/s = "
+                    f"max(upload {p.upload_s:.3f}, compute {p.compute_s:.3f}) + fill {p.fill_s:.3f}"
+                )
+        if self.costs and (times := self.decode_s()):
+            fetch_s, read_s = times
+            c = self.costs
+            yield (
+                f"decode      at most {1 / (fetch_s + read_s):.0f} t/s: {c.gather_bytes / MIB:.0f} MiB of experts over "
+                f"the link {1e3 * fetch_s:.1f} ms, {c.read_bytes / MIB:.0f} MiB read {1e3 * read_s:.1f} ms"
+            )
+
+
+def no_scratch(*_: object) -> int:
+    return 0
 
 
 def make_plan(
-    program: Program, tensors: Mapping[str, TensorInfo], device: DeviceInfo, config: Config, act_dtype: str
-) -> Plan:
-    """Decides everything before anything is allocated; raises UserError if it cannot fit."""
-    spec, reasons = program.spec, []
-    on_host = device.kind != "gpu"
-    if on_host and config.expert_decode != "gather":
-        raise UserError(f"--expert-decode {config.expert_decode}: there is no GPU backend in use ({device.name})")
-    if on_host and config.n_gpu_layers > 0:
-        raise UserError(f"-ngl {config.n_gpu_layers}: there is no GPU backend in use ({device.name}); leave -ngl out")
+    program: Program, tensors: Mapping[str, TensorInfo], device: DeviceInfo, config: Config, act_dtype: str, *,
+    scratch: Scratch = no_scratch, rates: Rates | None = None, lockable_bytes: int | None = None,
+) -> Plan:  # fmt: skip
+    """Decides everything before anything is allocated; raises UserError if it cannot fit.
 
-    n_ctx = _context(program, device, config)
-    if not config.n_ctx and n_ctx < spec.n_ctx_train:
-        reasons.append(f"context {n_ctx} of the model's {spec.n_ctx_train} tokens: -c asks for more")
-    n_ubatch = min(config.n_ubatch, config.n_batch, n_ctx)
-    n_out = max(config.n_seq_max, min(n_ubatch, LOGITS_BYTES // (4 * spec.n_vocab)))
-    sizes = {
-        "cache_bytes": cache_bytes(spec, n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v),
-        "arena_bytes": arena_bytes(program, n_ubatch, n_out, act_dtype),
-    }
-    if on_host:
-        placements = _host_placements(program, tensors, device, config, sum(sizes.values()), reasons)
-        n_slots = slot_bytes = 0
-    else:
-        placements = _gpu_placements(program, tensors, config)
-        streamed = [p for p in placements.values() if p.feed == "stream"]
-        slot_bytes = max((p.n_bytes for p in streamed), default=0)
-        n_slots = _slots(program, placements, device, config)
-    streams = any(p.feed == "stream" for p in placements.values())
-    order = config.schedule if config.schedule != "auto" else "layer" if streams else "ubatch"
-    cpu_rank = _cpu_rank(program, device, config, reasons) if streams else None
-    n_window = n_ubatch if order == "ubatch" else max(n_ubatch, min(n_ctx, 32768) // n_ubatch * n_ubatch)
-    sizes["state_bytes"] = (
-        4 * spec.n_embd * (n_window + (n_ubatch if n_window > n_ubatch else 0))
-        + 4 * n_out * spec.n_vocab
-        + state_bytes(n_ubatch, config.n_seq_max, -(-n_ctx // PAGE), n_ubatch, n_window // n_ubatch)
-    )
+    scratch: Device.scratch_bytes; rates: what is known of the device's speeds; lockable_bytes: host memory that may be
+    page-locked (None: any).
+    """
+    reasons: list[str] = []
+    on_host = device.kind != "gpu"
+    rates = rates if rates and rates.predict and not on_host else None
+    task = Task(program, tensors, device, config, act_dtype, scratch)
+    sizes, placements, used = (_fit_host if on_host else fit)(task, reasons)
+    if not config.n_ctx and sizes.n_ctx < program.spec.n_ctx_train:
+        reasons.append(f"context {sizes.n_ctx} of the model's {program.spec.n_ctx_train} tokens: -c asks for more")
+    streamed_bytes = sum(p.n_bytes for p in placements.values() if p.feed == "stream")
+    order = task.order(placements)
+    n_slots, slot_bytes = task.slots(sizes, placements)
+    cpu_rank = _cpu_rank(program, device, config, reasons) if streamed_bytes else None
     plan = Plan(
-        device=device, placements=placements, n_ctx=n_ctx, n_ubatch=n_ubatch, n_window=n_window, n_out=n_out,
-        n_seq_max=config.n_seq_max, schedule=order, cpu_rank=cpu_rank, n_slots=n_slots,
-        slot_bytes=slot_bytes,
-        reasons=tuple(reasons), **sizes,
+        device=device, placements=placements, n_ctx=sizes.n_ctx, n_ubatch=sizes.n_ubatch,
+        n_window=task.window(sizes, order), n_out=sizes.n_out, n_seq_max=config.n_seq_max, schedule=order,
+        cpu_rank=cpu_rank, n_slots=n_slots, slot_bytes=slot_bytes, cache_bytes=used.cache, arena_bytes=used.workspace,
+        state_bytes=used.state, scratch_bytes=used.scratch, budget_bytes=None if on_host else task.budget_bytes,
+        lock_bytes=_lock_bytes(config, streamed_bytes, lockable_bytes, reasons), rates=rates,
+        costs=count(program, tensors, placements) if rates else None, reasons=tuple(reasons),
     )  # fmt: skip
     if on_host and plan.device_bytes > device.free_bytes:
         cache, weights = plan.cache_bytes / GIB, plan.n_bytes("resident") / GIB
         raise UserError(
-            f"-c {n_ctx} x -np {config.n_seq_max}, -ub {n_ubatch}: {plan.device_bytes / GIB:.1f} GiB are needed "
-            f"({cache:.1f} for the cache, {weights:.1f} for regrouped weights); "
+            f"-c {plan.n_ctx} x -np {config.n_seq_max}, -ub {plan.n_ubatch}: {plan.device_bytes / GIB:.1f} GiB are "
+            f"needed ({cache:.1f} for the cache, {weights:.1f} for regrouped weights); "
             f"{device.free_bytes / GIB:.1f} are available: ask for less"
         )
     return plan
+
+
+def _lock_bytes(config: Config, streamed_bytes: int, lockable_bytes: int | None, reasons: list[str]) -> int:
+    """How much host memory may be page-locked; UserError where --register-host on asks for more."""
+    if config.register_host == "off" or not streamed_bytes:
+        return 0
+    limits = [n for n in (lockable_bytes, config.host_limit_bytes) if n is not None]
+    if not limits or min(limits) >= streamed_bytes:
+        return min(limits, default=streamed_bytes)
+    by_flag = config.host_limit_bytes == min(limits)
+    why = f"--host-memory-limit {config.host_memory_limit}" if by_flag else "what this machine has available"
+    if config.register_host == "on":
+        raise UserError(
+            f"--register-host on: {streamed_bytes / GIB:.1f} GiB of experts are on the host, {min(limits) / GIB:.1f} "
+            f"may be page-locked ({why}); free memory, lower -ncmoe, or leave the flag out: the rest is then staged"
+        )
+    reasons.append(
+        f"{min(limits) / GIB:.1f} of {streamed_bytes / GIB:.1f} GiB of experts are page-locked ({why}), the rest is "
+        "staged, which is slower"
+    )
+    return min(limits)
+
+
+def _fit_host(task: Task, reasons: list[str]) -> tuple[Sizes, dict[str, Placement], Bytes]:
+    """A device that computes from host memory."""
+    c, device = task.config, task.device
+    for flag, given in (
+        (f"-ngl {c.n_gpu_layers}", c.n_gpu_layers > 0),
+        (f"--expert-decode {c.expert_decode}", c.expert_decode != "gather"),
+        (f"-ot {c.override_tensor}", any(not o.on_host for o in overrides(c.override_tensor))),
+        (f"--device-memory-limit {c.device_memory_limit}", c.device_memory_limit),
+        (f"--register-host {c.register_host}", c.register_host == "on"),
+    ):  # fmt: skip
+        if given:
+            raise UserError(f"{flag}: there is no GPU backend in use ({device.name}); leave it out")
+    n_ctx = _host_context(task)
+    sizes = task.tidy(Sizes(n_ctx, c.n_ubatch or N_UBATCH, N_WINDOW, 1 << 30, 2))
+    working = task.bytes(sizes, {})
+    placements = host_placements(
+        task.program, task.tensors, device, c, working.cache + working.workspace, reasons
+    )  # fmt: skip
+    return sizes, placements, task.bytes(sizes, placements)
+
+
+def _host_context(task: Task) -> int:
+    """The wish, or the model's context halved until its cache takes at most a quarter of the free memory."""
+    if task.config.n_ctx:
+        return task.config.n_ctx
+    n_ctx = task.program.spec.n_ctx_train
+    while n_ctx > 1024 and task.cache_bytes(n_ctx) > task.device.free_bytes // 4:
+        n_ctx //= 2
+    return max(n_ctx, PAGE)
 
 
 def _cpu_rank(program: Program, device: DeviceInfo, config: Config, reasons: list[str]) -> int | None:
@@ -165,72 +244,3 @@ def _cpu_rank(program: Program, device: DeviceInfo, config: Config, reasons: lis
         f"({cpu_gbps:.0f} GB/s); --split-rank {rank} makes it so on any machine"
     )
     return rank
-
-
-def _context(program: Program, device: DeviceInfo, config: Config) -> int:
-    """The wish, or the model's context halved until its cache takes at most a quarter of the free memory."""
-    if config.n_ctx:
-        return config.n_ctx
-    n_ctx, types = program.spec.n_ctx_train, (config.cache_type_k, config.cache_type_v)
-    while n_ctx > 1024 and cache_bytes(program.spec, n_ctx, config.n_seq_max, *types) > device.free_bytes // 4:
-        n_ctx //= 2
-    return max(n_ctx, PAGE)
-
-
-def _host_placements(
-    program: Program, tensors: Mapping[str, TensorInfo], device: DeviceInfo, config: Config, other_bytes: int,
-    reasons: list[str],
-) -> dict[str, Placement]:  # fmt: skip
-    """A device that computes from host memory: weights stay mapped, or are regrouped if that fits."""
-    names = [*program.resident_tensors, *program.expert_tensors]
-    fast = [
-        name for name in names
-        if tensors[name].type.name in device.repack_types and len(tensors[name].shape) > 1
-        and name != "token_embd.weight"  # its rows are read one by one
-    ]  # fmt: skip
-    need_bytes = int(REPACK_HEADROOM * sum(tensors[name].n_bytes for name in fast)) + other_bytes
-    if config.repack == "on" and not fast:
-        raise UserError(f"--repack on: {device.name} has no interleaved layout for this file's tensor types")
-    repack = config.repack == "on" or (config.repack == "auto" and need_bytes < device.free_bytes)
-    if fast and not repack and config.repack == "auto":
-        reasons.append(
-            f"regrouping would need {need_bytes / GIB:.1f} GiB of {device.free_bytes / GIB:.1f}: weights in place"
-        )
-    why = {"on": "--repack on", "auto": "faster, and RAM allows"}.get(config.repack, "")
-    chosen = set(fast) if repack else set()
-    return {
-        name: Placement(name, "resident", "interleaved", tensors[name].n_bytes, why)
-        if name in chosen
-        else Placement(name, "mapped", "in_place", tensors[name].n_bytes, "read where the file is mapped")
-        for name in names
-    }
-
-
-def _gpu_placements(program: Program, tensors: Mapping[str, TensorInfo], config: Config) -> dict[str, Placement]:
-    """Everything on the device but the experts of the first `n_cpu_moe` layers (all of them on auto)."""
-    n_layer = program.spec.n_layer
-    n_host = n_layer if config.n_cpu_moe < 0 else min(config.n_cpu_moe, n_layer)
-    out = {
-        name: Placement(name, "resident", "in_place", tensors[name].n_bytes, "not an expert")
-        for name in program.resident_tensors
-    }
-    for step in program.steps:
-        for name in step.experts.tensors if step.experts else ():
-            streamed = step.layer < n_host
-            feed, reason = ("stream", f"-ncmoe {n_host}") if streamed else ("resident", "beyond -ncmoe")
-            out[name] = Placement(name, feed, "in_place", tensors[name].n_bytes, reason)
-    return out
-
-
-def _slots(program: Program, placements: Mapping[str, Placement], device: DeviceInfo, config: Config) -> int:
-    """How many slots: at least what one step needs; lookahead wants two steps' worth, and asynchronous copies."""
-    per_step = [
-        sum(placements[name].feed == "stream" for name in step.experts.tensors)
-        for step in program.steps
-        if step.experts
-    ]
-    least = max(per_step, default=0)
-    if not least or config.prefetch_experts == 0 or not device.copies_async:
-        return least
-    wish = {-1: 2 * least, 1: 3}.get(config.prefetch_experts, config.prefetch_experts)
-    return min(max(wish, least), sum(per_step))

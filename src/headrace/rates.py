@@ -25,6 +25,12 @@ class Rates:
     matmul_tflops: float = 0.0
     expert_gbps: float = 0.0
 
+    @property
+    def predict(self) -> bool:
+        """Whether enough is known to predict times."""
+        links = self.link_gbps or self.staged_gbps or self.pageable_gbps
+        return bool(links and self.hbm_gbps and self.matmul_tflops)
+
 
 def rates_path(device_name: str) -> Path:
     """Where the speeds of a device are kept."""

@@ -80,6 +80,7 @@ class Rig:
         self, layers: list[Layer], resident: frozenset[str], more_slots: int, device: NullDevice, **wishes: object
     ) -> None:  # fmt: skip
         self.device = device
+        wishes = {"n_cpu_moe": len(layers)} | wishes
         self.program, infos = program(layers)
         plan = make_plan(self.program, infos, device.info, Config.of(**wishes), device.act_dtype)
         placements = {

@@ -35,7 +35,8 @@ def layer_bytes(model: Path) -> int:
 
 
 def bench(model: Path, capsys: pytest.CaptureFixture[str], *args: str) -> list[dict[str, Any]]:
-    assert main(["bench", "-m", str(model), "--backend", "null", "-r", "2", "-o", "json", *args]) == 0
+    streamed = () if "-ncmoe" in args else ("-ncmoe", str(N_LAYER))
+    assert main(["bench", "-m", str(model), "--backend", "null", "-r", "2", "-o", "json", *streamed, *args]) == 0
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return rows
 
@@ -92,7 +93,7 @@ def test_what_only_the_device_knows_is_left_empty(
     short, long = bench(model, capsys, "-p", "5,6", "-n", "0")
     assert short["moved_bytes"] is None and short["link_gbps"] is None and short["bound_ts"] is None
     assert long["moved_bytes"] == N_LAYER * layer_bytes(model), "two assignments an expert: 6 tokens x 3 of 8"
-    assert main(["bench", "-m", str(model), "-p", "5", "-n", "0", "-r", "1"]) == 0
+    assert main(["bench", "-m", str(model), "-p", "5", "-n", "0", "-r", "1", "-ncmoe", str(N_LAYER)]) == 0
     assert [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")][-5:] == [""] * 5
 
 
@@ -157,7 +158,7 @@ def test_trace_of_every_test(model: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_trace_of_a_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
-    args = ["run", "-m", str(model), "-p", "abc", "-n", "3", "--temp", "0", "--trace", str(path)]
+    args = ["run", "-m", str(model), "-p", "abc", "-n", "3", "--temp", "0", "-ncmoe", "4", "--trace", str(path)]
     for backend, has_copies in (("null", True), ("reference", False)):
         assert main([*args, "--backend", backend]) == 0
         events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]

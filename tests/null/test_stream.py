@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(model: Path, **config: object) -> Engine:
-    return open_engine(model, backend="null", **({"n_ctx": 512} | config))
+    return open_engine(model, backend="null", **({"n_ctx": 512, "n_cpu_moe": 99} | config))
 
 
 def test_a_pass_has_no_hazards_and_moves_each_byte_once_per_window(model: Path) -> None:
@@ -62,7 +62,7 @@ def test_no_hazards_whatever_the_settings(
 def test_architectures_end_to_end(tiny: Tiny, tmp_path: Path) -> None:
     """Prompt, tokens, a continued prompt with its snapshots; memory to the byte. Zeros are logits too."""
     path = write(tmp_path / "m.gguf", tiny)
-    with headrace.open(path, backend="null", n_ubatch=32, n_ctx=200) as engine:
+    with headrace.open(path, backend="null", n_ubatch=32, n_ctx=200, n_cpu_moe=99) as engine:
         for prompt in ([5] * 90, [5] * 100, [5] * 40):
             assert len(list(engine.generate(prompt, n_predict=4))) == 4
         assert (engine.logits([1, 2, 3], [0, 2]) == 0).all()

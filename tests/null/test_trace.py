@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(model: Path, backend: str = "null", **config: object) -> Engine:
-    return open_engine(model, backend=backend, **({"n_ctx": 512, "n_ubatch": N_UBATCH} | config))
+    return open_engine(model, backend=backend, **({"n_ctx": 512, "n_ubatch": N_UBATCH, "n_cpu_moe": N_LAYER} | config))
 
 
 def traced(engine: Engine) -> list[Span]:

@@ -12,7 +12,7 @@ def test_defaults_are_valid_and_frozen() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"n_ubatch": 0}, "-ub"),
+        ({"n_ubatch": -1}, "-ub"),
         ({"schedule": "diagonal"}, "--schedule"),
         ({"n_ctx": "many"}, "-c"),
         ({"prefetch_experts": 9}, "--prefetch-experts"),

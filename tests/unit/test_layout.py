@@ -16,7 +16,7 @@ LAYERS = [
     {"gguf", "spec", "hostmem"},
     {"backends.base"},
     {"batch", "expertcache", "program", "sampling", "tokenizer", "pretokenizers", "chat", "kvcache", "trace"},
-    {"blocks", "schedule", "plan", "stream"},
+    {"blocks", "schedule", "placement", "budget", "predict", "plan", "stream"},
     {"models", "backends"},
     {"runner"},
     {"generate"},
@@ -24,7 +24,20 @@ LAYERS = [
     {"commands", "__main__"},
 ]
 """A module may import from its own row and the rows above; packages stand for all their modules."""
-PURE = {"spec", "expertsplit", "program", "plan", "schedule", "config", "errors", "stats", "sampling"}
+PURE = {
+    "placement",
+    "budget",
+    "predict",
+    "spec",
+    "expertsplit",
+    "program",
+    "plan",
+    "schedule",
+    "config",
+    "errors",
+    "stats",
+    "sampling",
+}
 
 
 def module_of(path: Path) -> str:

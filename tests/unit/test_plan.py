@@ -49,13 +49,13 @@ def test_n_cpu_moe_streams_the_first_layers(file: File) -> None:
 
 @pytest.mark.parametrize(("wish", "slots"), [(0, 3), (1, 3), (2, 3), (3, 3), (5, 5), (8, 8), (-1, 6)])
 def test_slots(file: File, wish: int, slots: int) -> None:
-    p = plan(file, GPU, prefetch_experts=wish)
+    p = plan(file, GPU, prefetch_experts=wish, n_cpu_moe=4)
     assert p.n_slots == slots
     assert p.slot_bytes == max(file.tensors[name].n_bytes for name in p.streamed)
 
 
 def test_without_asynchronous_copies_there_is_no_lookahead(file: File) -> None:
-    assert plan(file, dataclasses.replace(GPU, copies_async=False), prefetch_experts=8).n_slots == 3
+    assert plan(file, dataclasses.replace(GPU, copies_async=False), prefetch_experts=8, cpu_moe=True).n_slots == 3
 
 
 def test_context_is_cut_to_memory_and_told(file: File) -> None:
@@ -73,8 +73,8 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(file: File) -> None:
 
 
 def test_windows_are_whole_micro_batches(file: File) -> None:
-    p = plan(file, GPU, n_ubatch=100, n_ctx=450)
-    assert p.schedule == "layer" and p.n_window == 400
+    p = plan(file, GPU, n_ubatch=100, n_ctx=450, n_cpu_moe=4)
+    assert p.schedule == "layer" and p.n_window == 500, "a prompt that fills the context is one window"
     assert plan(file, GPU, n_ubatch=100, n_ctx=450, schedule="ubatch").n_window == 100
 
 
@@ -84,7 +84,7 @@ def test_gpu_layers_on_a_cpu_are_refused(file: File) -> None:
 
 
 def test_it_prints_itself(file: File) -> None:
-    text = "\n".join(plan(file, GPU).lines())
+    text = "\n".join(plan(file, GPU, n_cpu_moe=4).lines())
     assert "streamed" in text and "layer-major" in text
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
+from ..spec import AttentionSpec, DeltaNetSpec, ModelSpec, MoeSpec, RopeSpec
 
 if TYPE_CHECKING:
     from ..gguf import TensorInfo
@@ -229,6 +229,12 @@ class DeviceInfo:
     """Has copies that run beside compute, and events: what lookahead needs."""
     repack_types: frozenset[str] = frozenset()
     """Tensor types that it computes faster from the "interleaved" layout (CPU)."""
+    context_bytes: int = 0
+    """Taken by the driver for this process, before anything is allocated; not part of `free_bytes`."""
+    reserve_bytes: int = 0
+    """To be left free for recordings, kernels and what allocations are rounded up by."""
+    granule_bytes: int = 1
+    """Large allocations are multiples of it."""
 
 
 class Device(Protocol):
@@ -245,6 +251,12 @@ class Device(Protocol):
     @property
     def compile_s(self) -> float:
         """Seconds that this process has spent on compiling or loading kernels, as far as the device knows."""
+
+    def scratch_bytes(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> int:
+        """What the ops allocate for themselves at micro-batches of up to n_tokens of n_seq sequences."""
+
+    def reserve(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> None:
+        """Allocates the part of it that would grow from one micro-batch to the next."""
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Zeroed memory; a device that is out of memory raises MemoryError."""
@@ -272,8 +284,8 @@ class Device(Protocol):
         slot, through `lines` of an expert cache if there are any. None where the device cannot."""
 
     def pin(self, ranges: "list[MappedRange]", budget_bytes: int, register: bool = True) -> None:
-        """Makes ranges of the mapped file fast to copy from, within a budget; nothing to do where copies are memcpy.
-        Unless `register`, none of them is page-locked."""
+        """Makes ranges of the mapped file fast to copy from; nothing to do where copies are memcpy. What is beyond the
+        budget is not page-locked and shall not fill the page cache; unless `register`, nothing is page-locked."""
 
     def computed_view(self, info: "TensorInfo", raw: NDArray[np.uint8]) -> Weight | None:
         """A weight in host memory, page-locked or not, all of whose routed experts `decode_ops` leave to the CPU; None

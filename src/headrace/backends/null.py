@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ..gguf import TensorInfo
 from ..hostmem import MappedRange
+from ..spec import ModelSpec
 from .base import DTYPE_BYTES, DeviceInfo, KVLayer, RecurrentLayer, Routing, StepState
 from .hazards import Order, Range, covered, races, wrong_slots
 
@@ -258,6 +259,11 @@ class NullDevice:
         self.allocated_bytes += n_bytes
         self.n_buffers += 1
         return NullTensor(self.n_buffers, 0, shape, _packed(shape, DTYPE_BYTES[dtype]), DTYPE_BYTES[dtype])
+
+    def scratch_bytes(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> int:
+        return 0
+
+    def reserve(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> None: ...
 
     def arena(self, n_bytes: int) -> NullArena:
         return NullArena(self, n_bytes)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..gguf import TensorInfo
 from ..quants import dequantize
-from ..spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
+from ..spec import AttentionSpec, DeltaNetSpec, ModelSpec, MoeSpec, RopeSpec
 from .base import DeviceInfo, HostEvent, KVLayer, RecurrentLayer, Routing, StepState
 
 Array = NDArray[Any]
@@ -235,6 +235,11 @@ class ReferenceDevice:
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Array:
         return np.zeros(shape, DTYPES[dtype])
+
+    def scratch_bytes(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> int:
+        return 0
+
+    def reserve(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> None: ...
 
     def arena(self, n_bytes: int) -> ReferenceArena:
         return ReferenceArena(n_bytes)

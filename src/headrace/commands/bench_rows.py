@@ -110,12 +110,12 @@ def plan_row(engine: "Engine") -> dict[str, Any]:
     """What was decided where the wish said auto."""
     from collections import Counter
 
-    from ..backends import AUTO
+    from ..backends import choose_backend
 
     plan, config = engine.plan, engine.config
     layouts = Counter(p.layout for p in plan.placements.values())
     return {
-        "backend": AUTO if config.backend == "auto" else config.backend, "device": plan.device.name,
+        "backend": choose_backend(config.backend, config.n_gpu_layers), "device": plan.device.name,
         "n_threads": config.n_threads or n_cores(),
         "n_ctx": plan.n_ctx, "n_ubatch": plan.n_ubatch, "n_window": plan.n_window, "schedule": plan.schedule,
         "repack": "on" if layouts["interleaved"] else "off", "device_bytes": plan.device_bytes,

@@ -57,17 +57,31 @@ def add_config(parser: argparse.ArgumentParser, *, lists: bool = False) -> None:
     group = parser.add_argument_group("engine", "lists such as 512,2048 are tried in turn" if lists else None)
     for f in dataclasses.fields(Config):
         kind = type(f.default)
+        if kind is bool:
+            group.add_argument(
+                *f.metadata["flags"], dest=f.name, default=argparse.SUPPRESS, action="store_const",
+                const=[True] if lists else True, help=f.metadata["help"],
+            )  # fmt: skip
+            continue
         group.add_argument(
             *f.metadata["flags"], dest=f.name, metavar="LIST" if lists else "N" if kind is int else "X",
-            type=list_of(kind) if lists else kind, default=argparse.SUPPRESS, action="extend" if lists else "store",
-            help=_help(f),
+            type=list_of(kind) if lists else kind, default=argparse.SUPPRESS,
+            action="extend" if lists else Joined if f.metadata["joins"] else "store", help=_help(f),
         )  # fmt: skip
+
+
+class Joined(argparse.Action):
+    """A flag that may be repeated: its texts joined by commas."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest, "")
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 def _help(f: "dataclasses.Field[Any]") -> str:
     choices = f.metadata["choices"]
     text = f"{f.metadata['help']}: {', '.join(choices)}" if choices else f.metadata["help"]
-    return f"{text} (default {f.default})"
+    return f"{text} (default {f.default})" if f.default != "" else text
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ...gguf import TensorInfo
 from ...hostmem import MappedRange, available_bytes
+from ...spec import ModelSpec
 from ..base import DeviceInfo, HostEvent
 from . import cache, machine
 from .ops import CpuOps
@@ -97,6 +98,11 @@ class CpuDevice:
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Array:
         return aligned_zeros(shape, dtype)
+
+    def scratch_bytes(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> int:
+        return 0
+
+    def reserve(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> None: ...
 
     def arena(self, n_bytes: int) -> CpuArena:
         return CpuArena(n_bytes)

@@ -24,6 +24,7 @@ from ..base import DeviceInfo, HostEvent, Lines
 from .compiling import compiling
 from .decode_ops import DecodeOps
 from .driver import cuda_driver
+from .footprint import MEMORY, scratch_bytes, scratch_sizes
 from .hostcopy import HostCopier
 from .hostexperts import HostExperts, SplitOps
 from .ops import CudaOps
@@ -57,7 +58,6 @@ class CudaWeight:
     data: torch.Tensor
     host: "HostBytes | None" = None
     """Set where the experts are in pinned host memory and `data` is the slot they are fetched into."""
-
     lines: Lines | None = None
     """What the expert cache keeps of it."""
 
@@ -139,7 +139,7 @@ class CudaDevice:
                 f"{name}: compute capability {capability[0]}.{capability[1]} is below 7.5; use --backend cpu"
             )
         self.act_dtype = "bf16" if capability >= (8, 0) and not interpret else "f16"
-        self.info = DeviceInfo(name, "gpu", total, free, copies_async=not interpret)
+        self.info = DeviceInfo(name, "gpu", total, free, copies_async=not interpret, **({} if interpret else MEMORY))
         self.ops = CudaOps(self.where, DTYPES[self.act_dtype], Tiles.of(capability))
         self.decode_ops = DecodeOps(self.ops)
         self.graphs: OrderedDict[Hashable, Any] = OrderedDict()
@@ -158,6 +158,17 @@ class CudaDevice:
         except torch.OutOfMemoryError:
             n_mib = math.prod(shape) * DTYPES[dtype].itemsize / 2**20
             raise MemoryError(f"{self.info.name}: {n_mib:.0f} MiB could not be allocated") from None
+
+    def scratch_bytes(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> int:
+        return scratch_bytes(spec, n_tokens, n_seq, self.ops.tiles)
+
+    def reserve(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> None:
+        """Without it every longer batch would leave the scratch of the ones before to their recordings."""
+        try:
+            for name, (n, dtype) in scratch_sizes(spec, n_tokens, n_seq).items():
+                self.ops.scratch(name, n, self.ops.act_dtype if dtype == "act" else DTYPES[dtype])
+        except torch.OutOfMemoryError:
+            raise MemoryError(f"{self.info.name}: no memory for the ops' scratch") from None
 
     def arena(self, n_bytes: int) -> CudaArena:
         return CudaArena(self.alloc((max(n_bytes, CudaArena.ALIGN),), "u8"))
@@ -193,7 +204,7 @@ class CudaDevice:
             return None
         if not copier and self.compute.stream:
             return None
-        return CudaWeight(info, slot, HostBytes(raw) if copier else torch.from_numpy(_writable(raw)))
+        return CudaWeight(info, slot, HostBytes(raw) if copier else torch.from_numpy(_writable(raw)), lines)
 
     def pin(self, ranges: list[MappedRange], budget_bytes: int, register: bool = True) -> None:
         """Page-locks mapped ranges within a budget, so that the copy queue reads them by DMA; the rest is staged."""
