@@ -80,6 +80,19 @@ def test_a_layer_in_two_places_is_refused_by_cpu() -> None:
     device.close()
 
 
+def test_a_cpu_that_does_not_answer_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = open_device("cuda")
+    device.split_experts(1, 1)
+    device.check()
+    monkeypatch.setattr("headrace.backends.cuda.hostexperts.MOST_TURNS", 5)
+    monkeypatch.setattr(device.host_experts, "answer", lambda program: None)
+    for _ in range(2):
+        summed(device, 1)
+        with pytest.raises(UserError, match="did not answer"):
+            device.check()
+    device.close()
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield write(tmp_path_factory.mktemp("split") / "m.gguf", MODEL)

@@ -26,9 +26,10 @@ from .weights import CpuWeight
 
 WORDS = 16
 """int64 words that the two sides share, at a border of 64 bytes."""
-SERIAL, CALLS, N_CALLS, DONE = 0, 1, 2, 8
+SERIAL, CALLS, N_CALLS, DONE, GIVEN_UP = 0, 1, 2, 8, 9
 """The device writes the serial number of a request (1, 2, ...) behind the program's address and number of calls, in a
-cache line; we write the serial number of the last request that is done to another."""
+cache line; we write the serial number of the last request that is done to another, where the device leaves a 1 if it
+waits no longer."""
 
 # Words of the thread and of `expect`.
 _SERVED, _POSTED, _EXPECTED, _STOP, _ASLEEP = (64 * i for i in range(5))

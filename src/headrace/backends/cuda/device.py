@@ -231,6 +231,8 @@ class CudaDevice:
             return src.cpu().numpy()
 
     def check(self) -> None:
+        if self.host_experts:
+            self.host_experts.check()
         if self.copy.host:
             self.copy.host.check()
 

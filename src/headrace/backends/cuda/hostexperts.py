@@ -27,13 +27,15 @@ from ...rates import Rates, load_rates, save_rates
 from ..base import DeviceInfo, Routing
 from ..cpu import machine
 from ..cpu.ops import CpuOps
-from ..cpu.service import CALLS, DONE, N_CALLS, SERIAL, WORDS, Service, expert_program
+from ..cpu.service import CALLS, DONE, GIVEN_UP, N_CALLS, SERIAL, WORDS, Service, expert_program
 from ..cpu.team import Program, Team
 from ..cpu.weights import CpuWeight
 from .decode_ops import DecodeOps
 from .ops import CudaOps
 
 Tensor = torch.Tensor
+MOST_TURNS = 1 << 24
+"""Looks over the link, about 1 us each, after which the GPU takes the CPU for gone: a step may end wrong, but it ends."""
 
 
 @triton.jit(do_not_specialize=["calls", "n_calls", "n_tokens"])
@@ -66,9 +68,11 @@ def request_kernel(
 
 @triton.jit
 def combine_host_kernel(
-    x, y, weights, host_y, box, serial, n, x_stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr, DONE: tl.constexpr
+    x, y, weights, host_y, box, serial, n, x_stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr, DONE: tl.constexpr,
+    GIVEN_UP: tl.constexpr, MOST_TURNS: tl.constexpr,
 ):  # fmt: skip
-    """x [T, n] += weights[t, r] * y[t * TOP_K + r] over r in rank order, + host_y [T, n], once the host is done."""
+    """x [T, n] += weights[t, r] * y[t * TOP_K + r] over r in rank order, + host_y [T, n], once the host is done. If it
+    has not answered after MOST_TURNS looks nobody waits any more, and what is added is wrong."""
     token = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = k < n
@@ -78,8 +82,12 @@ def combine_host_kernel(
         total += w * tl.load(y + (token * TOP_K + r) * n + k, mask=mask, other=0.0).to(tl.float32)
     wanted = tl.load(serial)
     done = tl.load(box + DONE, volatile=True)
-    while done < wanted:
+    turns = tl.where(tl.load(box + GIVEN_UP, volatile=True) != 0, MOST_TURNS, 0)
+    while (done < wanted) & (turns < MOST_TURNS):
         done = tl.load(box + DONE, volatile=True)
+        turns += 1
+    if done < wanted:
+        tl.store(box + GIVEN_UP, 1)
     tl.debug_barrier()
     total += tl.load(host_y + token * n + k, mask=mask, other=0.0, volatile=True)
     xp = x + token * x_stride + k
@@ -161,13 +169,22 @@ class HostExperts:
             N_CALLS=N_CALLS, SERIAL=SERIAL, num_warps=8,
         )  # fmt: skip
         if not self.service:
-            self.team.run(program)
-            self.box[DONE] = self.box[SERIAL]
+            self.answer(program)
+
+    def answer(self, program: Program) -> None:
+        """What the service does, here and now."""
+        self.team.run(program)
+        self.box[DONE] = self.box[SERIAL]
 
     def expect(self, n: int) -> None:
         """n requests are about to be queued."""
         if self.service:
             self.service.expect(n)
+
+    def check(self) -> None:
+        """UserError if a request was not answered; it stays so."""
+        if self.box[GIVEN_UP]:
+            raise UserError("the CPU did not answer the GPU within some 20 s of a decode step; open the model again")
 
     def settle(self) -> None:
         """After an exception, when the device is idle."""
@@ -283,5 +300,5 @@ class SplitOps(DecodeOps):
         block = min(256, triton.next_power_of_2(n))
         combine_host_kernel[(t, triton.cdiv(n, block))](
             x, y, at.own_weights, at.y, self.host.box, self.host.serial, n, x.stride(0), TOP_K=self.host.first_rank,
-            BLOCK=block, DONE=DONE, num_warps=2,
+            BLOCK=block, DONE=DONE, GIVEN_UP=GIVEN_UP, MOST_TURNS=MOST_TURNS, num_warps=2,
         )  # fmt: skip
