@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import env
 from .backends import choose_backend, measured_rates, open_device
 from .backends.base import Device, Weight
 from .chat import ChatTemplate
@@ -75,6 +76,8 @@ def prepare(path: str | Path | None, config: Config, *, measure_rates: bool = Fa
     backend = choose_backend(config.backend, config.n_gpu_layers)
     device = open_device(backend, n_threads=config.n_threads, measure_cpu=measure)
     try:
+        if (name := env.register_host()) and config.register_host == "off":
+            log.warning("%s is set, and --register-host off beats it", name)
         rates = load_rates(device.info.name) or (measured_rates(backend, device) if measure_rates else None)
         plan = make_plan(
             program, file.tensors, device.info, config.with_environment(), device.act_dtype,

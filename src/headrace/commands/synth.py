@@ -6,6 +6,7 @@ magnitude and the vocabulary is made up. Such a file loads here and in llama.cpp
 examples:
   headrace synth --list                                    shapes and sizes
   headrace synth Qwen3.6-35B-A3B -o qwen.gguf              the whole 21 GB
+  headrace synth Qwen3.6-35B-A3B --sparse -o plan.gguf      no weights: for headrace plan --card
   headrace synth Qwen3-30B-A3B --layers 4 -o cut.gguf      4 of its 48 layers
   headrace synth OLMoE-1B-7B --type-mix Q8_0 -o olmoe.gguf
   headrace synth tiny-qwen3moe -o tiny.gguf                for tests: 2 MB
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", metavar="FILE", type=Path, help="the file to write")
     add("-l", "--list", action="store_true", help="list the shapes with their sizes and stop")
     add("-n", "--dry-run", action="store_true", help="say what would be written and stop")
+    add("--sparse", action="store_true", help="no weights, only their places: takes no room, for headrace plan")
     add("-f", "--force", action="store_true", help="replace an existing file")
     add("--type-mix", metavar="MIX", default="", help="Q4_K_M, Q8_0, ..., or one type for all (default: the shape's)")
     add("--seed", type=int, default=0, help="another seed, other weights (default 0)")
@@ -81,7 +83,13 @@ def run(args: argparse.Namespace) -> None:
             show(n_done, n_total)
 
         n_bytes = synthesize(
-            args.output, shape, args.type_mix, seed=args.seed, router_skew=args.router_skew, progress=count
+            args.output,
+            shape,
+            args.type_mix,
+            seed=args.seed,
+            router_skew=args.router_skew,
+            sparse=args.sparse,
+            progress=count,
         )
     seconds = time.perf_counter() - start_s
     print(

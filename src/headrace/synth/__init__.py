@@ -18,10 +18,10 @@ def model(shape: Shape, mix_name: str = "") -> tuple[list[shapes.Entry], list[wr
 
 
 def synthesize(
-    path: Path, shape: Shape, mix_name: str = "", *, seed: int = 0, router_skew: float = 0.0,
+    path: Path, shape: Shape, mix_name: str = "", *, seed: int = 0, router_skew: float = 0.0, sparse: bool = False,
     progress: Callable[[int], None] = lambda n_bytes: None,
 ) -> int:  # fmt: skip
-    """Writes the file and returns its bytes; `progress` is told the bytes of every piece written."""
+    """Writes the file and returns its bytes; `progress` is told of every piece written. `sparse`: no weights."""
     todo, tensors, mix = model(shape, mix_name)
     if shape.n_expert:
         weights.hot_factor(shape.n_expert, shape.n_expert_used, router_skew)  # refuses before anything is written
@@ -32,5 +32,6 @@ def synthesize(
     }  # fmt: skip
     entry_of = {e.name: e for e in todo}
     return writer.save(
-        path, metadata, tensors, lambda t: weights.fill(shape, entry_of[t.name], t, seed, router_skew), progress
-    )
+        path, metadata, tensors,
+        None if sparse else lambda t: weights.fill(shape, entry_of[t.name], t, seed, router_skew), progress,
+    )  # fmt: skip

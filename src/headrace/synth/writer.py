@@ -34,20 +34,23 @@ class Tensor:
 
 def save(
     path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor],
-    data: Callable[[Tensor], Iterable[memoryview]], progress: Callable[[int], None] = lambda n_bytes: None,
+    data: Callable[[Tensor], Iterable[memoryview]] | None, progress: Callable[[int], None] = lambda n_bytes: None,
 ) -> int:  # fmt: skip
     """Writes the file beside its name and renames it when complete; returns its bytes.
 
-    `data(tensor)` yields the tensor's bytes in pieces. Raises UserError if the disk has no room.
+    `data(tensor)` yields the tensor's bytes in pieces; without it they are a hole in the file, which reads as zeros and
+    takes no room. Raises UserError if the disk has no room.
     """
     head = header(metadata, tensors)
     n_total = len(head) + sum(aligned(t.n_bytes) for t in tensors)
-    check_room(path, n_total)
+    check_room(path, n_total if data else len(head))
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as f:
             progress(f.write(head))
-            for t in tensors:
+            if not data:
+                f.truncate(n_total)
+            for t in tensors if data else ():
                 n_written = 0
                 for piece in data(t):
                     n_written += f.write(piece)
