@@ -9,6 +9,7 @@ import pytest
 
 import headrace
 from headrace import SamplingParams
+from headrace.backends.cuda.footprint import scratch_sizes
 from models.tiny import Tiny, write
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -52,3 +53,14 @@ def test_streamed_is_resident_to_the_bit_and_the_reference_within_kl(path: Path)
 
 def test_decoding_with_fetched_experts_gives_the_references_text(path: Path) -> None:
     assert greedy(path, backend="cuda", **STREAMED) == greedy(path, backend="reference")
+
+
+def test_scratch_is_what_was_planned_and_never_grows(path: Path) -> None:
+    with headrace.open(path, backend="cuda", n_ctx=128, n_ubatch=70, **STREAMED) as engine:
+        ops = engine.device.ops
+        planned = scratch_sizes(engine.spec, engine.plan.n_ubatch, 1)
+        for n in (1, 70):
+            engine.logits(IDS[:n], rows=[0])
+        sizes = {name: buffer.numel() for name, buffer in ops.buffers.items()}
+        assert {name: sizes[name] for name in planned} == {name: n for name, (n, _) in planned.items()}
+        assert not ops.kept and set(sizes) <= {*planned, "glu"}

@@ -339,3 +339,19 @@ def test_inspect_reads_split_sets(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [x["bytes_per_expert"] for x in report["experts"]] == [8 * 34, 8 * 34]
     assert main(["inspect", str(tmp_path / "m-00001-of-00002.gguf"), "-t"]) == 0
     assert "2 shards" in capsys.readouterr().out
+
+
+def test_plan_for_cards_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--card", "8GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "8GiB card (gpu)" in out and "prompt      2048 tokens" in out and "decode      at most" in out
+    assert main(["plan", "-cmoe", "--card", "RTX 3060,rtx 4070", "--link", "3x16,PCIe 4.0 x16,20GB/s"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| RTX")]
+    assert len(rows) == 6 and "20GB/s (20)" in rows[2]
+    for args, says in (
+        (("--card", "8 apples"), "--card 8 apples"), (("--card", "8G", "--link", "USB"), "--link USB"),
+        (("--link", "4x16"), "--card"), (("a.gguf", "-m", "b.gguf"), "one model"),
+        (("--device-memory-limit", "8G", "--backend", "cpu"), "no GPU backend"),
+    ):  # fmt: skip
+        assert main(["plan", *args]) == 2
+        assert says in capsys.readouterr().err
