@@ -35,7 +35,7 @@ from .ops import CudaOps
 
 Tensor = torch.Tensor
 MOST_TURNS = 1 << 24
-"""Looks over the link, about 1 us each, after which the GPU takes the CPU for gone: a step may end wrong, but it ends."""
+"""Looks over the link, about 1 us each, after which the GPU takes the CPU for gone: the step ends, wrong."""
 
 
 @triton.jit(do_not_specialize=["calls", "n_calls", "n_tokens"])
