@@ -11,7 +11,9 @@ RESERVE_BYTES = 256 << 20
 """Left free: recorded graphs, Triton's modules, the allocator's rounding of what is small."""
 GRANULE_BYTES = 2 << 20
 """PyTorch's allocator rounds up to it what is 10 MiB and larger."""
-MEMORY: dict[str, Any] = {"context_bytes": CONTEXT_BYTES, "reserve_bytes": RESERVE_BYTES, "granule_bytes": GRANULE_BYTES}
+MEMORY: dict[str, Any] = {
+    "context_bytes": CONTEXT_BYTES, "reserve_bytes": RESERVE_BYTES, "granule_bytes": GRANULE_BYTES
+}  # fmt: skip
 """Fields of DeviceInfo."""
 N_RINGS, CHUNK, ROUTER_TOKENS = 2, 64, 16
 """Buffers of decoded weights, tokens of a delta-net chunk and of a router program: as in ops.py and its kernels."""
