@@ -56,10 +56,21 @@ class Bytes:
     scratch: int
     state: int
     slots: int
+    kept: int
+    """The expert cache's lines."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.experts + self.cache + self.workspace + self.scratch + self.state + self.slots
+        return (
+            self.weights
+            + self.experts
+            + self.cache
+            + self.workspace
+            + self.scratch
+            + self.state
+            + self.slots
+            + self.kept
+        )
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,24 @@ class Task:
         n = {-1: s.n_ahead * least, 1: 3}.get(wish, wish) if self.device.copies_async else 0
         return min(max(n, least), sum(map(len, steps))), max(max(step, default=0) for step in steps)
 
+    def lines(self, placements: Mapping[str, Placement], n_bytes: int) -> tuple[int, int]:
+        """(expert cache lines a layer, bytes of them all) within n_bytes, for layers whose experts are all streamed."""
+        if n_bytes <= 0:
+            return 0, 0
+        groups = [step.experts.tensors for step in self.program.steps if step.experts]
+        tensors = [
+            self.tensors[name]
+            for names in groups
+            if all(placements[name].feed == "stream" for name in names)
+            for name in names
+        ]
+        if not tensors:
+            return 0, 0
+        n_expert = tensors[0].shape[0]
+        line_bytes = sum(t.n_bytes // n_expert for t in tensors)
+        n_lines = min(n_expert, n_bytes // line_bytes)
+        return n_lines, n_lines * line_bytes
+
     def hidden_bytes(self, s: Sizes, order: str) -> int:
         """Hidden states, logits and the integers of the batches of two windows."""
         spec, n_window = self.program.spec, self.window(s, order)
@@ -175,6 +204,7 @@ class Task:
             cache=self.cache_bytes(s.n_ctx), workspace=self.arena_bytes(s),
             scratch=self.scratch(spec, s.n_ubatch, self.config.n_seq_max),
             state=self.hidden_bytes(s, order), slots=n_slots * self.taken(slot_bytes),
+            kept=self.lines(placements, self.config.expert_cache_bytes)[1],
         )  # fmt: skip
 
 
@@ -235,6 +265,7 @@ def _too_much(task: Task, least: Sizes, places: Mapping[str, Placement]) -> User
         f"{n / GIB:.2f} {label}"
         for label, n in (
             ("for weights", b.weights), ("for resident experts", b.experts), ("for slots", b.slots),
+            ("for the expert cache", b.kept),
             (f"for the cache of {least.n_ctx} tokens", b.cache),
             (f"to compute micro-batches of {least.n_ubatch}", b.workspace + b.scratch + b.state),
         )
@@ -245,6 +276,7 @@ def _too_much(task: Task, least: Sizes, places: Mapping[str, Placement]) -> User
             (f"a smaller context (-c {least.n_ctx}, -np {c.n_seq_max})", c.n_ctx or c.n_seq_max > 1),
             (f"smaller micro-batches (-ub {c.n_ubatch})", c.n_ubatch > 64),
             ("more experts on the host (-cmoe)", b.experts),
+            (f"a smaller expert cache (--expert-cache {c.expert_cache})", b.kept),
             (f"fewer slots (--prefetch-experts {c.prefetch_experts})", c.prefetch_experts > 0),
             (f"a higher --device-memory-limit ({c.device_memory_limit})", c.device_memory_limit),
             ("--backend cpu", True),

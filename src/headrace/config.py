@@ -42,6 +42,14 @@ def size_bytes(text: str) -> int | None:
     return int(float(number) * UNITS[unit + ("B" if unit and ending == "b" else "")])
 
 
+ALL_THAT_IS_LEFT = -1
+
+
+def cache_bytes(text: str) -> int:
+    """Bytes for the expert cache: of a size, 0 for an empty text, ALL_THAT_IS_LEFT for "auto". Raises ValueError."""
+    return ALL_THAT_IS_LEFT if text == "auto" else size_bytes(text) or 0
+
+
 HOST_NAMES, GPU_NAMES = ("CPU", "CUDA_Host"), ("GPU", "CUDA0")
 
 
@@ -110,6 +118,9 @@ class Config:
         "auto", "--schedule", choices=("auto", "layer", "ubatch"), help="order of the work on long prompts")
     prefetch_experts: int = option(
         -1, "--prefetch-experts", low=-1, help="slots for streamed experts: 0 off, 1 means 3, at most 8 (-1: auto)")
+    expert_cache: str = option(
+        "", "--expert-cache", parse=cache_bytes,
+        help="GPU memory that keeps host experts in use, such as 5GiB, or auto: what is left over (default: none)")
     expert_decode: str = option(
         "gather", "--expert-decode", choices=("gather", "cpu", "split"),
         help="host experts of a decoded token: fetched by the GPU, computed by the CPU, or shared by router rank")
@@ -147,6 +158,10 @@ class Config:
     @property
     def host_limit_bytes(self) -> int | None:
         return size_bytes(self.host_memory_limit)
+
+    @property
+    def expert_cache_bytes(self) -> int:
+        return cache_bytes(self.expert_cache)
 
     def with_environment(self) -> "Config":
         """The same wishes, where they say auto with what llama.cpp's environment names ask for; see env.py."""

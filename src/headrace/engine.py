@@ -117,7 +117,7 @@ class Engine:
                 self.device.split_experts(self.plan.cpu_rank, config.n_threads)
             self.stream = ExpertStream(
                 self.device, self.program, streamed, self.plan.n_slots, self.plan.slot_bytes, weights, self.host.bytes,
-                self.host.check,
+                self.host.check, self.plan.n_lines,
             )  # fmt: skip
             self.runner = Runner(self.program, self.plan, self.device, self.cache, self.stream, weights)
         except BaseException as e:
@@ -226,6 +226,9 @@ class Engine:
             for name in ("n_prompt", "n_reused", "prefill_s", "n_decoded", "decode_s", "compile_s"):
                 setattr(self.stats, name, getattr(self.stats, name) + getattr(stats, name))
             self.stats.uploaded_bytes = self.stream.uploaded_bytes
+            if cache := self.stream.cache:
+                self.stats.n_routed, self.stats.n_cached = cache.n_used, cache.n_hits
+                self.stats.saved_bytes = cache.saved_bytes
 
     def reset(self) -> None:
         """Forgets the text in the cache."""

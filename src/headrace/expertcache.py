@@ -40,7 +40,8 @@ class ExpertCache:
                 data = device.alloc((n_lines * (info.n_bytes // n_expert),), "u8")
                 self.lines[info.name] = Lines(data, self.state[0][i], self.state[1][i], self.state[2][i])
         self.row = {info.name: i for i, group in enumerate(groups) for info in group}
-        self.n_steps = self.n_used = self.n_hits = 0
+        self.expert_bytes = np.array([sum(info.n_bytes // n_expert for info in group) for group in groups])
+        self.n_steps = self.n_used = self.n_hits = self.saved_bytes = 0
 
     def after_step(self) -> None:
         """Once a step's logits were read, so that reading the counts waits for nothing: every INTERVAL steps a new map.
@@ -52,7 +53,9 @@ class ExpertCache:
             return
         before = self.filled & (self.line >= 0)
         _, filled, use = self.device.download(self.state)
-        self.n_used, self.n_hits = self.n_used + int(use.sum()), self.n_hits + int((use * before).sum())
+        hits = (use * before).sum(1)
+        self.n_used, self.n_hits = self.n_used + int(use.sum()), self.n_hits + int(hits.sum())
+        self.saved_bytes += int((hits * self.expert_bytes).sum())
         self.score = DECAY * self.score + use
         line = np.stack([choose(s, l, self.n_lines) for s, l in zip(self.score, self.line)])
         self.filled = np.where(line == self.line, filled, 0).astype(np.int32)
@@ -81,9 +84,3 @@ def choose(use: NDArray[np.float32], line: Ints, n_lines: int) -> Ints:
     new = ranked[chosen[ranked] & ~there[ranked]]
     out[new] = free[: len(new)]
     return out
-
-
-def lines_per_layer(budget_bytes: int, expert_bytes: list[int], n_expert: int) -> int:
-    """How many lines every layer can have; expert_bytes: what one expert takes in each layer."""
-    total = sum(expert_bytes)
-    return min(n_expert, budget_bytes // total) if total else 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .backends.base import DeviceInfo
 from .budget import N_WINDOW, Bytes, Scratch, Sizes, Task, fit
-from .config import Config, overrides
+from .config import ALL_THAT_IS_LEFT, Config, overrides
 from .errors import UserError
 from .expertsplit import choose_rank
 from .gguf import TensorInfo
@@ -39,6 +39,10 @@ class Plan:
     """In decode the CPU computes the routed ranks from it on of experts in host memory; None: the GPU computes all."""
     n_slots: int
     slot_bytes: int
+    n_lines: int
+    """Experts of each streamed layer that the expert cache can keep."""
+    line_bytes: int
+    """Of all its lines together."""
     cache_bytes: int
     arena_bytes: int
     state_bytes: int
@@ -64,7 +68,7 @@ class Plan:
     def device_bytes(self) -> int:
         """All memory that the plan asks the device for; mapped weights are the page cache's."""
         slots, working = self.n_slots * self.slot_bytes, self.arena_bytes + self.scratch_bytes + self.state_bytes
-        return self.n_bytes("resident") + slots + self.cache_bytes + working
+        return self.n_bytes("resident") + slots + self.line_bytes + self.cache_bytes + working
 
     @property
     def spare_bytes(self) -> int:
@@ -92,7 +96,8 @@ class Plan:
         for label, n_bytes in (
             ("mapped", self.n_bytes("mapped")), ("streamed", self.n_bytes("stream")),
             ("page-locked", self.lockable_bytes), ("resident", self.n_bytes("resident")),
-            (f"slots x {self.n_slots}", self.n_slots * self.slot_bytes), ("kv cache", self.cache_bytes),
+            (f"slots x {self.n_slots}", self.n_slots * self.slot_bytes),
+            (f"kept x {self.n_lines}", self.line_bytes), ("kv cache", self.cache_bytes),
             ("workspace", self.arena_bytes), ("scratch", self.scratch_bytes), ("hidden", self.state_bytes),
         ):  # fmt: skip
             if n_bytes:
@@ -153,11 +158,13 @@ def make_plan(
     order = task.order(placements)
     n_slots, slot_bytes = task.slots(sizes, placements)
     cpu_rank = _cpu_rank(program, device, config, reasons) if streamed_bytes else None
+    n_lines, line_bytes = _lines(task, placements, used, cpu_rank, reasons)
     plan = Plan(
         device=device, placements=placements, n_ctx=sizes.n_ctx, n_ubatch=sizes.n_ubatch,
         n_window=task.window(sizes, order), n_out=sizes.n_out, n_seq_max=config.n_seq_max, schedule=order,
-        cpu_rank=cpu_rank, n_slots=n_slots, slot_bytes=slot_bytes, cache_bytes=used.cache, arena_bytes=used.workspace,
-        state_bytes=used.state, scratch_bytes=used.scratch, budget_bytes=None if on_host else task.budget_bytes,
+        cpu_rank=cpu_rank, n_slots=n_slots, slot_bytes=slot_bytes, n_lines=n_lines, line_bytes=line_bytes,
+        cache_bytes=used.cache, arena_bytes=used.workspace, state_bytes=used.state,
+        scratch_bytes=used.scratch, budget_bytes=None if on_host else task.budget_bytes,
         lock_bytes=_lock_bytes(config, streamed_bytes, lockable_bytes, reasons), rates=rates,
         costs=count(program, tensors, placements) if rates else None, reasons=tuple(reasons),
     )  # fmt: skip
@@ -169,6 +176,23 @@ def make_plan(
             f"{device.free_bytes / GIB:.1f} are available: ask for less"
         )
     return plan
+
+
+def _lines(
+    task: Task, placements: Mapping[str, Placement], used: Bytes, cpu_rank: int | None, reasons: list[str]
+) -> tuple[int, int]:  # fmt: skip
+    """(lines a layer, bytes of all) of the expert cache: as asked for, or in what the budget leaves over."""
+    wish = task.config.expert_cache_bytes
+    if not wish:
+        return 0, 0
+    if cpu_rank == 0:
+        reasons.append("no expert cache: the CPU computes all experts on the host")
+        return 0, 0
+    left = (task.budget_bytes or 0) - used.total
+    found = task.lines(placements, left if wish == ALL_THAT_IS_LEFT else wish)
+    if not found[0]:
+        reasons.append(f"--expert-cache {task.config.expert_cache} keeps nothing: not one expert of each layer fits")
+    return found
 
 
 def _lock_bytes(config: Config, streamed_bytes: int, lockable_bytes: int | None, reasons: list[str]) -> int:
@@ -198,6 +222,7 @@ def _fit_host(task: Task, reasons: list[str]) -> tuple[Sizes, dict[str, Placemen
     for flag, given in (
         (f"-ngl {c.n_gpu_layers}", c.n_gpu_layers > 0),
         (f"--expert-decode {c.expert_decode}", c.expert_decode != "gather"),
+        (f"--expert-cache {c.expert_cache}", c.expert_cache),
         (f"-ot {c.override_tensor}", any(not o.on_host for o in overrides(c.override_tensor))),
         (f"--device-memory-limit {c.device_memory_limit}", c.device_memory_limit),
         (f"--register-host {c.register_host}", c.register_host == "on"),

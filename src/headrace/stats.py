@@ -8,6 +8,7 @@ class Stats:
     """Totals since the engine was opened.
 
     `n_reused` prompt tokens were still in the cache; compiling kernels on their first use counts apart.
+    Of `n_routed` uses of host experts in decoding `n_cached` were in the expert cache; it saved the link `saved_bytes`.
     """
 
     load_s: float = 0.0
@@ -18,6 +19,9 @@ class Stats:
     decode_s: float = 0.0
     compile_s: float = 0.0
     uploaded_bytes: int = 0
+    n_routed: int = 0
+    n_cached: int = 0
+    saved_bytes: int = 0
 
     @property
     def prefill_tps(self) -> float:

@@ -71,8 +71,9 @@ class ExpertStream:
         slot, info, copy = self.slot_of[name], self.streamed[name], self.device.copy
         copy.wait(slot.free)
         with self.trace.copy(info):
-            self.uploaded_bytes += info.n_bytes - self._from_cache(info, slot)
+            n_here = self._from_cache(info, slot)
         copy.record(slot.ready)
+        self.uploaded_bytes += info.n_bytes - n_here
 
     def _from_cache(self, info: TensorInfo, slot: Slot) -> int:
         """Fills the slot from the cache's lines and, where they have nothing, from the host; bytes that were here."""
@@ -86,6 +87,8 @@ class ExpertStream:
                 data = self.cache.lines[info.name].data
                 copy.copy(slot.buffer[expert * size : (expert + 1) * size], data[line * size : (line + 1) * size])
             start = expert + 1
+        if self.cache:
+            self.cache.saved_bytes += len(held) * size
         return len(held) * size
 
     def acquire(self, step: Step) -> None:

@@ -64,3 +64,23 @@ def test_scratch_is_what_was_planned_and_never_grows(path: Path) -> None:
         sizes = {name: buffer.numel() for name, buffer in ops.buffers.items()}
         assert {name: sizes[name] for name in planned} == {name: n for name, (n, _) in planned.items()}
         assert not ops.kept and set(sizes) <= {*planned, "glu"}
+
+
+def test_what_the_cache_keeps_changes_no_bit_and_saves_the_link(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding fills and reads lines, a later prompt takes them too; the one of five experts that is kept changes."""
+    monkeypatch.setattr("headrace.expertcache.INTERVAL", 2)
+    found, moved = [], []
+    for size in ("", "28KiB"):  # 4 layers of 5 experts of 6,528 bytes
+        with headrace.open(path, n_ctx=128, backend="cuda", n_ubatch=64, expert_cache=size, **STREAMED) as engine:
+            run, logits = engine.runner, [engine.runner.prefill(engine.sequence, IDS[:5])]
+            logits += [run.decode([engine.sequence], [token]) for token in IDS[5:11]]
+            engine.reset()
+            before = engine.stream.uploaded_bytes
+            logits.append(run.prefill(engine.sequence, IDS[:12]))
+            found.append(logits)
+            moved.append(engine.stream.uploaded_bytes - before)
+    cache = engine.stream.cache
+    assert engine.plan.n_lines == 1 and cache and cache.n_hits > 0 and cache.saved_bytes > 0
+    assert moved[1] < moved[0]
+    for without, kept in zip(*found):
+        np.testing.assert_array_equal(without, kept)

@@ -100,6 +100,21 @@ def test_a_device_limit_counts_the_context() -> None:
     assert plan(141, device_memory_limit="12GiB").budget_bytes == plan(12).budget_bytes
 
 
+def test_the_expert_cache_is_budgeted() -> None:
+    """A size comes before resident experts, auto takes what is left over, nothing without experts on the host."""
+    plain, kept = plan(12), plan(12, expert_cache="2GiB")
+    assert 0 < kept.line_bytes <= 2 * GIB and kept.n_lines > 5 and plain.n_lines == 0
+    assert kept.device_bytes <= kept.budget_bytes and n_streamed(kept) > n_streamed(plain)
+    most = plan(141, n_cpu_moe=40, expert_cache="auto")
+    assert most.n_lines == 256 and most.device_bytes <= most.budget_bytes
+    assert plan(141, expert_cache="auto").n_lines == 0
+    some = plan(16, n_cpu_moe=40, expert_cache="auto")
+    assert 0 < some.n_lines < 256 and some.spare_bytes < some.line_bytes / some.n_lines
+    assert any("the CPU computes" in r for r in plan(16, expert_cache="1G", expert_decode="cpu").reasons)
+    with pytest.raises(UserError, match=r"--expert-cache 50GiB|expert cache"):
+        plan(12, expert_cache="50GiB", n_cpu_moe=40)
+
+
 def test_overrides_win_over_ncmoe_and_the_first_one_counts() -> None:
     p = plan(24, n_cpu_moe=2, override_tensor=r"blk\.0\.ffn_up_exps=GPU,blk\.(0|39)\.ffn_.*_exps=CPU")
     places = {name.split(".", 1)[1].removesuffix(".weight") for name in p.streamed}

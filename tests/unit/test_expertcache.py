@@ -1,11 +1,10 @@
 """The expert cache's policy: a map stays a map, the hot stay, and it settles."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.expertcache import DECAY, LOYALTY, choose, lines_per_layer
+from headrace.expertcache import DECAY, LOYALTY, choose
 
 
 @given(st.data())
@@ -44,8 +43,3 @@ def test_a_new_favourite_replaces_the_coldest() -> None:
     line = np.array([0, 1, -1], np.int32)
     assert choose(np.array([9, 4, 4.9], np.float32), line, 2).tolist() == [0, 1, -1]
     assert choose(np.array([9, 4, 5.1], np.float32), line, 2).tolist() == [0, -1, 1]
-
-
-@pytest.mark.parametrize(("budget", "lines"), [(0, 0), (299, 0), (300, 1), (10_000, 8)])
-def test_lines_share_the_budget_evenly(budget: int, lines: int) -> None:
-    assert lines_per_layer(budget, [100, 200], 8) == lines

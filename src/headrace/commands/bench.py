@@ -188,18 +188,19 @@ def peak_gbps(engine: "Engine") -> float:
 
 def fetched(engine: "Engine", test: Test) -> int | None:
     """Bytes that the device's ops fetch by themselves, beside the uploads: the routed experts of every token that is
-    written. None where a short prompt's tokens share experts, so that only the device knows how many they take."""
+    written, but the ranks that the CPU computes. None where a short prompt's tokens share experts, so that only the
+    device knows how many they take."""
     from ..schedule import split
 
-    if not engine.stream.gathers or engine.plan.cpu_rank == 0:
+    if not engine.stream.gathers:
         return 0
     windows = split(test.n_prompt, engine.plan.n_window, engine.plan.n_ubatch)
     if any(window[-1][1] - window[0][0] < engine.runner.gather_below for window in windows):
         return None
-    rank = engine.plan.cpu_rank
-    return test.n_gen * sum(
-        min(engine.program.spec.ffn[step.layer].n_expert_used, rank or 1 << 30) * t.n_bytes // t.shape[0]
-        for step in engine.program.steps
-        for name, t in engine.stream.streamed.items()
-        if step.experts and name in step.experts.tensors
-    )
+    routed_bytes, n_ranks = 0, engine.plan.cpu_rank  # None: the device fetches every rank
+    for step in engine.program.steps:
+        for name in step.experts.tensors if step.experts else ():
+            if info := engine.stream.streamed.get(name):
+                n_used = engine.spec.ffn[step.layer].n_expert_used if n_ranks is None else n_ranks
+                routed_bytes += n_used * info.n_bytes // info.shape[0]
+    return test.n_gen * routed_bytes
