@@ -93,6 +93,8 @@ def test_what_only_the_device_knows_is_left_empty(
     short, long = bench(model, capsys, "-p", "5,6", "-n", "0")
     assert short["moved_bytes"] is None and short["link_gbps"] is None and short["bound_ts"] is None
     assert long["moved_bytes"] == N_LAYER * layer_bytes(model), "two assignments an expert: 6 tokens x 3 of 8"
+    prompt, token = bench(model, capsys, "-p", "6", "-n", "2", "--expert-cache", "1MiB")
+    assert prompt["moved_bytes"] == long["moved_bytes"] and token["moved_bytes"] is None, "some experts are here"
     assert main(["bench", "-m", str(model), "-p", "5", "-n", "0", "-r", "1", "-ncmoe", str(N_LAYER)]) == 0
     assert [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")][-5:] == [""] * 5
 

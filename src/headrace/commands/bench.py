@@ -188,12 +188,14 @@ def peak_gbps(engine: "Engine") -> float:
 
 def fetched(engine: "Engine", test: Test) -> int | None:
     """Bytes that the device's ops fetch by themselves, beside the uploads: the routed experts of every token that is
-    written, but the ranks that the CPU computes. None where a short prompt's tokens share experts, so that only the
-    device knows how many they take."""
+    written, but the ranks that the CPU computes. None where only the device knows: a short prompt's tokens share
+    experts, and the expert cache has some of those that are wanted."""
     from ..schedule import split
 
     if not engine.stream.gathers:
         return 0
+    if test.n_gen and engine.stream.cache:
+        return None
     windows = split(test.n_prompt, engine.plan.n_window, engine.plan.n_ubatch)
     if any(window[-1][1] - window[0][0] < engine.runner.gather_below for window in windows):
         return None
@@ -201,6 +203,7 @@ def fetched(engine: "Engine", test: Test) -> int | None:
     for step in engine.program.steps:
         for name in step.experts.tensors if step.experts else ():
             if info := engine.stream.streamed.get(name):
-                n_used = engine.spec.ffn[step.layer].n_expert_used if n_ranks is None else n_ranks
-                routed_bytes += n_used * info.n_bytes // info.shape[0]
+                n_used = engine.spec.ffn[step.layer].n_expert_used
+                n_fetched = n_used if n_ranks is None else min(n_used, n_ranks)
+                routed_bytes += n_fetched * info.n_bytes // info.shape[0]
     return test.n_gen * routed_bytes
