@@ -140,6 +140,8 @@ def decode(lab: Lab, n: int) -> None:
         lab.cached = cached
         cases.experts_case(lab, "Q4_K", n, 2048, 512, used=4, gathered=True, bias=True)
     cases.experts_case(lab, "Q4_K", n, 2048, 512, used=4, fused=True)
+    cases.route_case(lab, n, MoeSpec(256, 8, 512, 1e-6))
+    cases.route_case(lab, n, MoeSpec(128, 4, 512, 1e-6, gating="sigmoid"), bias=True)
     cases.delta_case(lab, *[(70, 1)] * n, k_heads=16, v_heads=32, dim=128)
 
 

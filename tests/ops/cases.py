@@ -24,7 +24,7 @@ class Lab:
     """Seeded numbers as tensors, weights and states of one device; `decode` takes the ops of the decode phase."""
 
     def __init__(self, device: Device, seed: int = 0, decode: bool = False, layout: str = "in_place") -> None:
-        self.device, self.rng, self.layout = device, np.random.default_rng(seed), layout
+        self.device, self.rng, self.layout, self.decode = device, np.random.default_rng(seed), layout, decode
         self.ops = device.decode_ops if decode else device.ops
         self.kept: list[np.ndarray] = []
 
@@ -190,6 +190,7 @@ def attention_case(
 
 
 def route_case(lab: Lab, t: int, spec: MoeSpec, bias: bool = False, ties: bool = False) -> Result:
+    """A phase that decodes leaves the order unwritten."""
     logits = lab.normal(t, spec.n_expert, scale=3)
     if ties:
         logits = np.round(logits / 3) * 3
@@ -198,7 +199,7 @@ def route_case(lab: Lab, t: int, spec: MoeSpec, bias: bool = False, ties: bool =
         lab.out(t * spec.n_expert_used, dtype="i32"), lab.out(spec.n_expert + 1, dtype="i32"),
     )  # fmt: skip
     lab.ops.route(r, lab.tensor(logits, "f32"), spec, lab.vector(lab.normal(spec.n_expert)) if bias else None)
-    return lab.get(r.ids, r.weights, r.order, r.starts)
+    return lab.get(r.ids, r.weights, *(() if lab.decode else (r.order, r.starts)))
 
 
 def experts_case(
@@ -297,6 +298,14 @@ CASES = [
     case("route one", route_case, 7, MoeSpec(5, 1, 32, 1e-6)),
     case("route many", route_case, 18, MoeSpec(256, 8, 32, 1e-6)),
     case("route more", route_case, 2, MoeSpec(512, 10, 32, 1e-6)),
+    *(case(f"decode route {t}", route_case, t, MoeSpec(16, 4, 32, 1e-6), decode=True) for t in (0, 1, 3)),
+    case("decode route odd", route_case, 5, MoeSpec(6, 3, 32, 1e-6, norm_weights=False, weight_scale=2.5), decode=True),
+    case("decode route sigmoid bias", route_case, 4, MoeSpec(160, 6, 32, 1e-6, gating="sigmoid"), bias=True,
+         decode=True),
+    case("decode route softmax bias", route_case, 3, MoeSpec(8, 2, 32, 1e-6), bias=True, decode=True),
+    case("decode route ties", route_case, 5, MoeSpec(128, 8, 32, 1e-6), ties=True, decode=True),
+    case("decode route all", route_case, 2, MoeSpec(5, 5, 32, 1e-6), decode=True),
+    case("decode route more", route_case, 2, MoeSpec(512, 10, 32, 1e-6), decode=True),
     *(case(f"experts {n}", experts_case, n, 4, f=32, tolerance="product") for n in TYPES),
     *(case(f"decode experts {n}", experts_case, n, 1, f=32, used=1, tolerance="product", decode=True) for n in TYPES),
     case("decode experts several", experts_case, "Q4_K", 3, f=32, tolerance="product", decode=True),

@@ -80,7 +80,7 @@ class Routing:
 
     ids int32 [T, R] by falling gate value (the rank order), weights float32 [T, R]; `order` int32 [T * R] lists the
     entries t * R + r sorted by expert (stable); those of expert e are order[starts[e]:starts[e + 1]], starts int32
-    [E + 1].
+    [E + 1]. With one token a sequence nobody needs the order, and `decode_ops` of a GPU leave both unwritten.
     """
 
     ids: Tensor
@@ -170,7 +170,8 @@ class Ops(Protocol):
         `window` of them if set); query head h reads kv head h // (H / G); sinks [H] join the softmax, valueless."""
 
     def route(self, out: Routing, logits: Tensor, spec: MoeSpec, bias: Weight | None = None) -> None:
-        """Picks experts from float32 logits [T, E]; see MoeSpec. `bias` [E] takes part in the choice only."""
+        """Picks experts from float32 logits [T, E]; see MoeSpec. `bias` [E] takes part in the choice only. What is NaN
+        gives no id out of range. `decode_ops` may leave order and starts unwritten."""
 
     def expert_glu(
         self, out: Tensor, x: Tensor, routing: Routing, gate: Weight, up: Weight | None, activation: str,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 
+from ...spec import MoeSpec
 from ..base import Routing
 from . import matvec
 from .decoders import DECODERS, decode_block
@@ -88,3 +89,9 @@ class DecodeOps(CudaOps):
             routing.ids, n_out, n_in // block, w.info.type.row_bytes(n_in), w.info.n_bytes // n_expert, x.stride(0),
             TOP_K=n // x.shape[0], HAS_BIAS=bias is not None, **constants,
         )  # fmt: skip
+
+    def route(self, out: Routing, logits: Tensor, spec: MoeSpec, bias: Any = None) -> None:
+        """Leaves order and starts unwritten."""
+        t = logits.shape[0]
+        if t:
+            self._top_k(out, logits, spec, bias, None, (t, 1, 1))

@@ -186,15 +186,27 @@ class CudaOps:
         e, n_blocks = triton.next_power_of_2(n_expert), max(1, triton.cdiv(t, router.TOKENS))
         counts = self.scratch("counts", n_blocks * e, torch.int32)
         totals = self.scratch("totals", e, torch.int32)
-        shared = {"TOP_K": spec.n_expert_used, "E": e, "TOKENS": router.TOKENS}
-        router.topk_kernel[(n_blocks,)](
-            logits, bias.floats() if bias else logits, out.ids, out.weights, counts, t, n_expert, spec.weight_scale,
-            SIGMOID=spec.gating == "sigmoid", HAS_BIAS=bias is not None, NORM=spec.norm_weights,
-            RANKS=triton.next_power_of_2(spec.n_expert_used), **shared,
-        )  # fmt: skip
+        self._top_k(out, logits, spec, bias, counts, (n_blocks, router.TOKENS, 4))
         cols = min(e, 16)
         router.scan_kernel[(e // cols,)](counts, totals, n_blocks, E=e, COLS=cols, BLOCKS=64)
-        router.order_kernel[(n_blocks,)](out.ids, counts, totals, out.order, out.starts, t, n_expert, **shared)
+        router.order_kernel[(n_blocks,)](
+            out.ids, counts, totals, out.order, out.starts, t, n_expert,
+            TOP_K=spec.n_expert_used, E=e, TOKENS=router.TOKENS,
+        )  # fmt: skip
+
+    def _top_k(
+        self, out: Routing, logits: Tensor, spec: MoeSpec, bias: Any, counts: Tensor | None, shape: tuple[int, int, int]
+    ) -> None:  # fmt: skip
+        """ids and weights, and the counts of each block if wanted; shape: blocks, tokens of one, warps of one."""
+        n_blocks, n_tokens, warps = shape
+        t, n_expert = logits.shape
+        router.topk_kernel[(n_blocks,)](
+            logits, bias.floats() if bias else logits, out.ids, out.weights, out.ids if counts is None else counts, t,
+            n_expert, spec.weight_scale, TOP_K=spec.n_expert_used, E=triton.next_power_of_2(n_expert),
+            SIGMOID=spec.gating == "sigmoid", HAS_BIAS=bias is not None, NORM=spec.norm_weights,
+            COUNT=counts is not None, TOKENS=n_tokens, RANKS=triton.next_power_of_2(spec.n_expert_used),
+            num_warps=warps,
+        )  # fmt: skip
 
     def _tile_map(self, routing: Routing, bm: int) -> tuple[Tensor, Tensor, int]:
         n, n_expert = routing.order.numel(), routing.starts.numel() - 1

@@ -10,50 +10,54 @@ import triton.language as tl
 
 TOKENS = 16
 """Tokens per block of topk_kernel and order_kernel."""
+LOWEST = tl.constexpr(-(2**31))
+"""Key of an expert that is not to be chosen (any more)."""
+
+
+@triton.jit
+def gate_of(x, top, total, SIGMOID: tl.constexpr):
+    """Gate values of logits: their sigmoid, or the softmax of largest logit `top` and sum `total`."""
+    return 1.0 / (1.0 + tl.exp(-x)) if SIGMOID else tl.exp(x - top) / total
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def topk_kernel(
     logits, bias, ids, weights, counts, n_tokens, n_expert, weight_scale,
     TOP_K: tl.constexpr, E: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
-    TOKENS: tl.constexpr, RANKS: tl.constexpr,
+    COUNT: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """ids, weights [T, TOP_K] by falling gate value, ties to the lower id; counts [block, E]. RANKS: TOP_K or more."""
+    """ids, weights [T, TOP_K] by falling gate value, ties to the lower id, NaN last; if COUNT, counts [block, E].
+    RANKS: TOP_K or more."""
     block = tl.program_id(0)
-    t = block * TOKENS + tl.arange(0, TOKENS)
+    t = block * TOKENS + tl.arange(0, TOKENS)[:, None]
     e = tl.arange(0, E)[None, :]
-    live = (t < n_tokens)[:, None]
-    inside = live & (e < n_expert)
-    x = tl.load(logits + t[:, None] * n_expert + e, mask=inside, other=float("-inf"))
-    if SIGMOID:
-        gate = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        top = tl.max(x, 1)[:, None]
-        p = tl.where(e < n_expert, tl.exp(x - tl.where(live, top, 0.0)), 0.0)
-        gate = p / tl.sum(p, 1)[:, None]
-    score = gate
+    live = t < n_tokens
+    x = tl.load(logits + t * n_expert + e, mask=live & (e < n_expert), other=float("-inf"))
+    top = tl.where(live, tl.max(x, 1, keep_dims=True), 0.0)
+    total = tl.sum(tl.exp(x - top), 1, keep_dims=True)
+    score = gate_of(x, top, total, SIGMOID)
     if HAS_BIAS:
         score += tl.load(bias + e, mask=e < n_expert, other=0.0)
-    score = tl.where(e < n_expert, score, float("-inf"))
+    # integers in the order of the scores: from sm_80 on a warp finds their maximum in one instruction
+    bits = score.to(tl.int32, bitcast=True)
+    key = tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST + 1)
+    key = tl.where(e < n_expert, key, LOWEST)
     r = tl.arange(0, RANKS)[None, :]
     chosen = tl.zeros((TOKENS, RANKS), tl.int32)
-    values = tl.zeros((TOKENS, RANKS), tl.float32)
-    taken = tl.zeros((TOKENS, E), tl.int32)
     for rank in tl.static_range(TOP_K):
-        best = tl.max(score, 1)[:, None]
-        # at most the last expert: where nothing equals the best, as of NaN, an id of none would be read from anywhere
-        pick = tl.minimum(tl.min(tl.where(score == best, e, E), 1), n_expert - 1)[:, None]
-        hit = e == pick
+        best = tl.max(key, 1, keep_dims=True)
+        pick = tl.min(tl.where(key == best, e, E), 1, keep_dims=True)
         chosen = tl.where(r == rank, pick, chosen)
-        values = tl.where(r == rank, tl.sum(tl.where(hit, gate, 0.0), 1)[:, None], values)
-        score = tl.where(hit, float("-inf"), score)
-        taken += hit.to(tl.int32)
+        key = tl.where(e == pick, LOWEST, key)
+    wanted = live & (r < TOP_K)
+    values = gate_of(tl.load(logits + t * n_expert + chosen, mask=wanted, other=float("-inf")), top, total, SIGMOID)
     if NORM:
-        values = values / tl.sum(values, 1)[:, None]
-    mask = live & (r < TOP_K)
-    tl.store(ids + t[:, None] * TOP_K + r, chosen, mask=mask)
-    tl.store(weights + t[:, None] * TOP_K + r, values * weight_scale, mask=mask)
-    tl.store(counts + block * E + tl.arange(0, E), tl.sum(tl.where(live, taken, 0), 0))
+        values /= tl.sum(values, 1, keep_dims=True)
+    tl.store(ids + t * TOP_K + r, chosen, mask=wanted)
+    tl.store(weights + t * TOP_K + r, values * weight_scale, mask=wanted)
+    if COUNT:
+        taken = live & (e < n_expert) & (key == LOWEST)
+        tl.store(counts + block * E + tl.arange(0, E), tl.sum(taken.to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["n_blocks"])
