@@ -334,5 +334,9 @@ CASES = [
     case("delta of one token over and over", delta_case, (0, 70), alike=True),
     case("delta wide", delta_case, (0, 5), k_heads=1, v_heads=2, dim=128),
     case("decode delta", delta_case, (9, 1), (0, 1), (40, 1), dim=64, decode=True),
+    case("decode delta fresh", delta_case, (0, 1), decode=True),
+    case("decode delta wide", delta_case, (7, 1), (0, 1), k_heads=1, v_heads=3, dim=128, decode=True),
+    case("decode delta odd", delta_case, (1, 1), (64, 1), (0, 1), k_heads=3, v_heads=9, dim=96, decode=True),
+    case("decode delta widest", delta_case, (3, 1), k_heads=1, v_heads=1, dim=256, decode=True),
     case("delta several", delta_case, (0, 2), (7, 33), (50, 1), k_heads=1, v_heads=3),
 ]  # fmt: skip

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from headrace.backends import open_device
-from headrace.backends.base import Device
-from ops.cases import CASES, Case, Result
+from headrace.backends.base import Device, RecurrentLayer
+from headrace.spec import DeltaNetSpec, MoeSpec
+from ops.cases import CASES, Case, Lab, Result
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and all(map(importlib.util.find_spec, ("torch", "triton")))
 BACKENDS = ["cpu", *(["cuda"] if INTERPRETED else [])]
@@ -50,6 +51,44 @@ def test_against_the_reference(case: Case, device: Device) -> None:
     name = "cuda" if device.info.kind == "gpu" else "cpu"
     found = wrong(case.run(open_device("reference")), case.run(device), *LIMITS[name][case.tolerance])
     assert not found, found
+
+
+def decoded(device: Device, chosen: list[int]) -> Result:
+    """What route, conv1d and delta_net leave of some of three sequences, a row each."""
+    lab, spec, moe = Lab(device, decode=True), DeltaNetSpec(2, 6, 96, 96, 4, 1e-6), MoeSpec(100, 6, 32, 1e-6)
+    h, kv = spec.n_v_head, (spec.n_k_head, 96)
+    weight, dt_bias, a = lab.normal(spec.conv_width, 4), lab.normal(h), -np.abs(lab.normal(h))
+    shapes = (100,), (spec.conv_width,), kv, kv, (h, 96), (2, h), (3, spec.conv_width), (h, 96, 96)
+    logits, x, q, k, v, gates, inputs, states = (lab.normal(3, *shape)[chosen] for shape in shapes)
+    state = lab.state(*((past, 1) for past in np.array([40, 0, 7])[chosen]))
+    slots, n = device.download(state.state_slots).copy(), len(chosen)
+    cache = RecurrentLayer(*(lab.tensor(kept[np.argsort(slots)], "f32") for kept in (inputs, states)))
+    conv, out, routing = lab.out(n, spec.conv_width), lab.out(n, h, 96), lab.routing(n, moe)
+    lab.ops.route(routing, lab.tensor(logits, "f32"), moe)
+    lab.ops.conv1d(conv, lab.tensor(x), lab.vector(weight), cache, state)
+    alpha, beta = (lab.tensor(g, "f32") for g in (gates[:, 0], gates[:, 1]))
+    qkv = [lab.tensor(t / 96**0.5) for t in (q, k, v)]
+    lab.ops.delta_net(out, *qkv, alpha, beta, lab.vector(dt_bias), lab.vector(a), cache, state, spec)
+    kept = [t[slots] for t in lab.get(cache.conv, cache.s)]
+    return [*lab.get(routing.ids, routing.weights, conv, out), *kept]
+
+
+def test_a_sequence_decodes_alike_whatever_is_beside_it(device: Device) -> None:
+    together = decoded(device, [0, 1, 2])
+    for i in range(3):
+        for a, b in zip(together, decoded(device, [i])):
+            np.testing.assert_array_equal(a[i : i + 1], b)
+
+
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_nan_logits_route_to_experts_that_exist(device: Device, decode: bool, gating: str) -> None:
+    lab, spec = Lab(device, decode=decode), MoeSpec(6, 4, 32, 1e-6, gating=gating)
+    logits, routing = lab.normal(3, 6), lab.routing(3, spec)
+    logits[1, 2], logits[2] = np.nan, np.nan
+    lab.ops.route(routing, lab.tensor(logits, "f32"), spec)
+    ids = device.download(routing.ids)
+    assert ids.min() >= 0 and ids.max() < 6
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the CUDA cases need torch, triton and TRITON_INTERPRET=1")

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import triton
 
-from ...spec import MoeSpec
-from ..base import Routing
-from . import matvec
+from ...spec import DeltaNetSpec, MoeSpec
+from ..base import RecurrentLayer, Routing, StepState
+from . import decode_deltanet, matvec
 from .decoders import DECODERS, decode_block
 from .ops import CudaOps
 
@@ -95,3 +95,29 @@ class DecodeOps(CudaOps):
         t = logits.shape[0]
         if t:
             self._top_k(out, logits, spec, bias, None, (t, 1, 1))
+
+    def conv1d(self, out: Tensor, x: Tensor, weight: Any, cache: RecurrentLayer, state: StepState) -> None:
+        t, n = x.shape
+        n_conv, block = weight.info.shape[1], decode_deltanet.CHANNELS
+        assert t == state.state_slots.shape[0], "a decode step has one token of each sequence"
+        if t:
+            decode_deltanet.conv_token_kernel[(triton.cdiv(n, block), t)](
+                x, weight.floats(), out, cache.conv, state.state_slots, state.positions, n, x.stride(0), out.stride(0),
+                TAPS=n_conv, ROWS=triton.next_power_of_2(n_conv), BLOCK=block, num_warps=1,
+            )  # fmt: skip
+
+    def delta_net(
+        self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, dt_bias: Any, a: Any,
+        cache: RecurrentLayer, state: StepState, spec: DeltaNetSpec,
+    ) -> None:  # fmt: skip
+        t, kd = q.shape[0], triton.next_power_of_2(spec.k_dim)
+        bv = min(decode_deltanet.COLUMNS, triton.next_power_of_2(spec.v_dim))
+        assert t == state.state_slots.shape[0], "a decode step has one token of each sequence"
+        if t:
+            decode_deltanet.delta_token_kernel[(triton.cdiv(spec.v_dim, bv), spec.n_v_head, t)](
+                q, k, v, alpha, beta, dt_bias.floats(), a.floats(), out, cache.s, state.state_slots, state.positions,
+                spec.k_dim**-0.5, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                alpha.stride(0), beta.stride(0), out.stride(0), out.stride(1), spec.n_k_head, spec.n_v_head,
+                KD=kd, DIM_K=spec.k_dim, DIM_V=spec.v_dim, BV=bv,
+                num_warps=max(1, kd * bv // decode_deltanet.WARP_NUMBERS),
+            )  # fmt: skip

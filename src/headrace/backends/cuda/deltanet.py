@@ -18,6 +18,11 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def find_chunk(seq_start, n_seq, chunk, CHUNK: tl.constexpr):
     """(sequence, first token, end of the sequence) of the chunk-th chunk over all sequences; past the last: end 0."""
     s, n_before, found = 0, 0, 0
@@ -65,8 +70,7 @@ def prepare_kernel(
         v + rows[:, None] * v_token + head * v_head + dv[None, :], mask=live[:, None] & (dv < DIM_V)[None, :], other=0.0
     )
     x = tl.load(alpha + rows * alpha_token + head, mask=live, other=0.0).to(tl.float32) + tl.load(dt_bias + head)
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    g = tl.where(live, tl.load(a + head) * softplus, 0.0)
+    g = tl.where(live, tl.load(a + head) * softplus(x), 0.0)
     b = 1.0 / (1.0 + tl.exp(-tl.load(beta + rows * beta_token + head, mask=live, other=0.0).to(tl.float32)))
     b = tl.where(live, b, 0.0)
     c = tl.cumsum(g, 0)
