@@ -13,11 +13,33 @@ from numpy.typing import NDArray
 
 from .errors import UserError
 
-Candidates = tuple[NDArray[np.int64], NDArray[np.float64]]
+Logits = NDArray[np.float32]
+Kept = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Token ids and their logits, the greatest first and equal ones by id."""
+
+MOST_CANDIDATES = 64
+"""With a greater top-k the token is chosen from all logits."""
 
 N_PARTIAL = 1024
 """How many candidates are tried for top-p or min-p when top-k is off, before all are sorted."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The greatest logits of a row, or of several, float32 [..., K], and their tokens, int32: by falling logit, equal
+    ones by id, NaNs first."""
+
+    logits: Logits
+    ids: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, rows: int | slice) -> "Candidates":
+        return Candidates(self.logits[rows], self.ids[rows])
+
+    def __setitem__(self, rows: slice, found: "Candidates") -> None:
+        self.logits[rows], self.ids[rows] = found.logits, found.ids
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,16 @@ class SamplingParams:
             self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
 
+    @property
+    def n_candidates(self) -> int | None:
+        """How many of the greatest logits give the token that all would: 1 or MOST_CANDIDATES, as few sizes are few
+        recordings; None where all are needed."""
+        if self.penalizes:
+            return None
+        if self.temperature <= 0 or self.top_k == 1:
+            return 1
+        return MOST_CANDIDATES if 1 < self.top_k <= MOST_CANDIDATES else None
+
 
 class Sampler:
     """Draws tokens of one sequence: one uniform number of a Philox generator per token, none when greedy."""
@@ -81,17 +113,20 @@ class Sampler:
         self.params = params
         self._rng = np.random.Generator(np.random.Philox(params.seed))
 
-    def sample(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
-        """The next token from float32 [n_vocab] logits; `history` is prompt and output so far. The logits stay as they
-        are. UserError if one is NaN: the model or its computation is broken."""
-        if np.isnan(logits.max()):  # a NaN anywhere makes the maximum NaN
-            n_bad = np.count_nonzero(np.isnan(logits))
-            raise UserError(f"{n_bad} of {len(logits)} logits are NaN: the model file or its computation is broken")
-        params = self.params
-        if params.penalizes:
+    def sample(self, logits: Logits | Candidates, history: Sequence[int]) -> int:
+        """The next token from float32 [n_vocab] logits, or from as many Candidates as the parameters ask for (or all
+        there are); `history` is prompt and output so far. The logits stay as they are. UserError if one is NaN: the
+        model or its computation is broken."""
+        params, values = self.params, logits.logits if isinstance(logits, Candidates) else logits
+        if np.isnan(values.max()):  # a NaN anywhere makes the maximum NaN
+            n_bad = np.count_nonzero(np.isnan(values))
+            raise UserError(f"{n_bad} of {len(values)} logits are NaN: the model file or its computation is broken")
+        if isinstance(logits, Candidates):
+            assert params.n_candidates, "these parameters need all logits"
+        elif params.penalizes:
             logits = penalized(logits, history, params)
         if params.temperature <= 0:
-            return int(logits.argmax())
+            return int(logits.ids[0] if isinstance(logits, Candidates) else logits.argmax())
         ids, kept = candidates(logits, params)
         weights = probabilities(kept, params.temperature)
         cumulative = np.cumsum(weights)
@@ -109,7 +144,7 @@ def probabilities(logits: NDArray[np.float64], temperature: float = 1.0) -> NDAr
     return np.asarray(raised / raised.sum(), np.float64)
 
 
-def penalized(logits: NDArray[np.float32], history: Sequence[int], params: SamplingParams) -> NDArray[np.float32]:
+def penalized(logits: Logits, history: Sequence[int], params: SamplingParams) -> Logits:
     """A copy in which tokens of the recent history are less likely.
 
     A seen token's logit is divided by repeat_penalty (multiplied if it is negative), then loses frequency_penalty per
@@ -125,10 +160,10 @@ def penalized(logits: NDArray[np.float32], history: Sequence[int], params: Sampl
     return changed
 
 
-def candidates(logits: NDArray[np.float32], params: SamplingParams) -> Candidates:
-    """What top-k, typical, top-p and min-p leave of float32 [n_vocab] logits, at least one token."""
+def candidates(logits: Logits | Candidates, params: SamplingParams) -> Kept:
+    """What top-k, typical, top-p and min-p leave of float32 [n_vocab] logits or of Candidates, at least one token."""
     n_vocab = len(logits)
-    if params.top_k:
+    if params.top_k or isinstance(logits, Candidates):
         return _filtered(_greatest(logits, min(params.top_k, n_vocab)), params, 1.0)
     if params.typical_p == params.top_p == 1.0 and params.min_p == 0.0:
         return np.arange(n_vocab), logits.astype(np.float64)
@@ -146,12 +181,14 @@ def candidates(logits: NDArray[np.float32], params: SamplingParams) -> Candidate
     return _filtered(_greatest(logits, n_vocab), params, 1.0)
 
 
-def _greatest(logits: NDArray[np.float32], n: int) -> Candidates:
+def _greatest(logits: Logits | Candidates, n: int) -> Kept:
     """The `n` greatest, sorted; among equal logits the lower ids first.
 
     The n-th greatest of 4 n groups' maxima bounds the n-th greatest logit from below, so that a pass of comparisons
-    leaves few to sort: 0.3 ms instead of 1.5 ms for a partition of 248,320.
+    leaves few to sort: 0.3 ms instead of 1.5 ms for a partition of 248,320. Of Candidates they are the first.
     """
+    if isinstance(logits, Candidates):
+        return logits.ids[:n].astype(np.int64), logits.logits[:n].astype(np.float64)
     n_groups = 4 * n
     ids = np.arange(len(logits))
     if n_groups <= len(logits) // 4:
@@ -164,7 +201,7 @@ def _greatest(logits: NDArray[np.float32], n: int) -> Candidates:
     return ids, logits[ids].astype(np.float64)
 
 
-def _filtered(found: Candidates, params: SamplingParams, mass: float) -> Candidates:
+def _filtered(found: Kept, params: SamplingParams, mass: float) -> Kept:
     """Typical, top-p and min-p over sorted candidates that hold `mass` of the whole distribution."""
     ids, logits = found
     if params.typical_p < 1.0 and len(ids) > 1:

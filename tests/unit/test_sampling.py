@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.errors import UserError
-from headrace.sampling import Sampler, SamplingParams, candidates, penalized, probabilities
+from headrace.sampling import MOST_CANDIDATES, Candidates, Sampler, SamplingParams, candidates, penalized, probabilities
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 CHAINS = [
@@ -207,3 +207,46 @@ def test_a_token_always_remains(
     assert not top_k or len(ids) <= top_k
     np.testing.assert_array_equal(kept, logits[ids])
     assert Sampler(params).sample(logits, []) in ids
+
+
+def greatest(logits: NDArray[np.float32], n: int) -> Candidates:
+    """What the op top_k gives."""
+    order = sorted(range(len(logits)), key=lambda i: (not np.isnan(logits[i]), -logits[i], i))[:n]
+    return Candidates(logits[order], np.array(order, np.int32))
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    seed=st.integers(0, 10**6), n_vocab=st.integers(1, 3000), levels=st.integers(1, 50), spread=st.floats(0.01, 30),
+    top_k=st.one_of(st.integers(0, 70), st.just(MOST_CANDIDATES)), top_p=st.floats(0.01, 1), min_p=st.floats(0, 1),
+    typical_p=st.one_of(st.just(1.0), st.floats(0.01, 1)), temperature=st.one_of(st.just(0.0), st.floats(0.01, 10)),
+    penalty=st.sampled_from([1.0, 1.0, 1.0, 1.2]), infinite=st.sampled_from([0.0, np.inf, -np.inf]),
+)  # fmt: skip
+def test_candidates_give_the_token_of_all_logits(
+    seed: int, n_vocab: int, levels: int, spread: float, top_k: int, top_p: float, min_p: float, typical_p: float,
+    temperature: float, penalty: float, infinite: float,
+) -> None:  # fmt: skip
+    """Token by token with one seed, over logits with ties, zeros of both signs and infinities."""
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(temperature, top_k, top_p, min_p, typical_p, repeat_penalty=penalty, seed=seed)
+    n = params.n_candidates
+    assert (n is None) == (penalty != 1 or (temperature > 0 and not 0 < top_k <= MOST_CANDIDATES))
+    if n is None:
+        return
+    by_all, by_few = Sampler(params), Sampler(params)
+    for _ in range(8):
+        logits = np.round(rng.standard_normal(n_vocab) * levels).astype(np.float32) * np.float32(spread / levels)
+        if infinite:
+            logits[rng.integers(0, n_vocab, 3)] = infinite
+        assert by_few.sample(greatest(logits, n), []) == by_all.sample(logits, [])
+
+
+def test_candidates_show_nan_and_are_refused_where_all_logits_are_needed() -> None:
+    logits = np.zeros(1000, np.float32)
+    logits[700] = np.nan
+    for params in (SamplingParams(temperature=0), SamplingParams()):
+        assert params.n_candidates
+        with pytest.raises(UserError, match=f"1 of {params.n_candidates} logits are NaN"):
+            Sampler(params).sample(greatest(logits, params.n_candidates), [])
+    with pytest.raises(AssertionError, match="all logits"):
+        Sampler(SamplingParams(top_k=0)).sample(greatest(np.zeros(100, np.float32), 64), [])
