@@ -26,6 +26,7 @@ from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.tiles import Tiles
 from headrace.gguf import TensorInfo
 from headrace.quants import TYPES
+from headrace.sampling import MOST_CANDIDATES
 from headrace.spec import MoeSpec, RopeSpec
 from ops import cases
 
@@ -134,6 +135,8 @@ def prefill(lab: Lab, t: int) -> None:
 def decode(lab: Lab, n: int) -> None:
     """The ops of a decode step of n sequences, as far as they differ."""
     cases.row_case(lab, n, 2048)
+    for k in (1, MOST_CANDIDATES):
+        cases.top_k_case(lab, n, 248320, k)
     cases.linear_case(lab, "Q4_K", n, 512, 2048)
     cases.attention_case(lab, *[(130, 1)] * n, heads=16, kv=2, dim=256)
     for cached in (False, True):

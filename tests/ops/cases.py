@@ -97,7 +97,7 @@ class Lab:
 
 @dataclass(frozen=True)
 class Case:
-    """`tolerance`: "exact" (float32 arithmetic) or "product" (activations may be quantised or 16-bit)."""
+    """`tolerance`: "bits", "exact" (float32 arithmetic) or "product" (activations may be quantised or 16-bit)."""
 
     name: str
     fn: Callable[[Lab], Result]
@@ -143,6 +143,19 @@ def rows_case(lab: Lab, m: int) -> Result:
     x, out = lab.f32(9, 96), lab.out(m, 96, dtype="f32")
     lab.ops.gather_rows(out, x, lab.tensor(lab.rng.integers(0, 9, m).astype(np.int32), "i32"))
     return lab.get(out)
+
+
+def top_k_case(lab: Lab, m: int, n: int, k: int, ties: bool = False) -> Result:
+    logits = lab.normal(m, n, scale=3)
+    if ties:
+        logits = np.round(logits / 4) * np.float32(4)  # zeros of both signs among them
+        logits[0, :: n // 3], logits[-1, -5:], logits[1, [7, n - 1]] = np.inf, np.nan, -np.inf
+        logits[-1, n // 2] = -np.float32(np.nan)
+    values, ids = lab.out(m, k, dtype="f32"), lab.out(m, k, dtype="i32")
+    lab.ops.top_k(values, ids, lab.tensor(logits, "f32"))
+    if ties:  # the ids tell the rest
+        return lab.get(ids)
+    return lab.get(values, ids)
 
 
 def embed_case(lab: Lab, type_name: str, t: int = 4) -> Result:
@@ -261,6 +274,9 @@ CASES = [
     *(case(f"norms {t}x{n}", norm_case, t, n) for t, n in ((0, 96), (1, 32), (3, 1408), (17, 768))),
     *(case(f"gates {t}x{n}", gate_case, t, n) for t, n in ((0, 96), (1, 32), (5, 1408))),
     *(case(f"gather {m}", rows_case, m) for m in (0, 1, 5)),
+    *(case(f"top {k} of {m}x{n}", top_k_case, m, n, k, tolerance="bits")
+      for m, n, k in ((0, 9, 1), (1, 9, 1), (3, 2049, 1), (1, 64, 64), (2, 70, 64), (5, 4999, 40), (64, 300, 7))),
+    *(case(f"top {k} with ties", top_k_case, 3, 5000, k, ties=True, tolerance="bits") for k in (1, 6, 64)),
     *(case(f"embed {name}", embed_case, name) for name in TYPES),
     case("rope neox part", rope_case, RopeSpec(32)),
     case("rope interleaved", rope_case, RopeSpec(64, interleaved=True)),

@@ -189,6 +189,17 @@ def empty_routing(lab: Lab, t: int, spec: MoeSpec) -> Routing:
     return Routing(*(lab.out(*s, dtype=d) for s, d in zip(shapes, ("i32", "f32", "i32", "i32"))))
 
 
+def test_top_k(lab: Lab) -> None:
+    logits = np.round(lab.normal(6, 90, scale=3))  # ties, and zeros of both signs
+    logits[1, [80, 2, 41]], logits[2, [8, 3]], logits[3, 5:] = np.nan, (np.inf, -np.inf), -np.inf
+    for k in (1, 4, 90):
+        values, ids = lab.out(6, k, dtype="f32"), lab.out(6, k, dtype="i32")
+        lab.ops.top_k(values, ids, logits)
+        for row, found, at in zip(logits.tolist(), values, ids.tolist()):
+            assert at == sorted(range(90), key=lambda i: (row[i] == row[i], -row[i] if row[i] == row[i] else 0, i))[:k]
+            np.testing.assert_array_equal(found, [row[i] for i in at])
+
+
 @pytest.mark.parametrize("norm_weights", [True, False])
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("biased", [True, False])

@@ -202,6 +202,10 @@ class Ops(Protocol):
     def gather_rows(self, out: Tensor, x: Tensor, rows: Tensor) -> None:
         """out [M, D] = x[rows], rows int32."""
 
+    def top_k(self, values: Tensor, ids: Tensor, logits: Tensor) -> None:
+        """values float32, ids int32 [M, K] = the K <= V greatest of each row of logits float32 [M, V] by falling value,
+        ties to the lower id. A NaN comes before all numbers, so that none is overlooked."""
+
 
 class Lines(NamedTuple):
     """What fetching ops need of one tensor's cache: data uint8 [n_lines * expert_bytes]; line, filled and use
@@ -262,6 +266,10 @@ class Device(Protocol):
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Zeroed memory; a device that is out of memory raises MemoryError."""
 
+    def alloc_host(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Zeroed host memory that ops write and `download` reads without a copy: for the little that is read after
+        every step. `Queue.copy` and `upload` do not know it."""
+
     def arena(self, n_bytes: int) -> Arena: ...
     def event(self) -> Event: ...
 
@@ -300,7 +308,7 @@ class Device(Protocol):
         """Host to device on a queue (None: compute), without waiting; `src` may be reused on return."""
 
     def download(self, src: Tensor) -> NDArray[Any]:
-        """Device to host; waits for the compute queue."""
+        """Device to host; waits for the compute queue. What lies in host memory may come as it is, not as a copy."""
 
     def check(self) -> None:
         """UserError if a copy from the mapped file went wrong: results that were read since are void."""

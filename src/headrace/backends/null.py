@@ -28,6 +28,7 @@ WRITTEN = {
     "embed": (0,), "rms_norm": (0,), "l2_norm": (0,), "linear": (0,), "add": (0,), "add_bias": (0,), "glu": (0,),
     "sigmoid_mul": (0,), "rope": (0,), "kv_store": (0,), "attention": (0,), "route": (0,), "expert_glu": (0,),
     "expert_down": (0,), "combine": (0,), "conv1d": (0, 3), "delta_net": (0, 8), "gather_rows": (0,),
+    "top_k": (0, 1),
 }  # fmt: skip
 """Which arguments of an op are written; all others are read."""
 UPDATED = {
@@ -257,6 +258,9 @@ class NullDevice:
         if self.allocated_bytes + n_bytes > self.info.total_bytes:
             raise MemoryError(f"null: {n_bytes} bytes do not fit")
         self.allocated_bytes += n_bytes
+        return self.alloc_host(shape, dtype)
+
+    def alloc_host(self, shape: tuple[int, ...], dtype: str) -> NullTensor:
         self.n_buffers += 1
         return NullTensor(self.n_buffers, 0, shape, _packed(shape, DTYPE_BYTES[dtype]), DTYPE_BYTES[dtype])
 

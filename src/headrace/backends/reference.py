@@ -187,6 +187,12 @@ class ReferenceOps:
     def gather_rows(self, out: Array, x: Array, rows: Array) -> None:
         out[...] = x[rows]
 
+    def top_k(self, values: Array, ids: Array, logits: Array) -> None:
+        n, k = logits.shape[1], ids.shape[1]
+        rising = np.argsort(logits[:, ::-1], axis=1, kind="stable")  # NaNs last, equal ones by falling id
+        ids[...] = n - 1 - rising[:, ::-1][:, :k]
+        values[...] = np.take_along_axis(logits, ids, 1)
+
 
 def tokens(state: StepState) -> Iterator[tuple[int, int]]:
     """(sequence, token) of every token of the ubatch in order."""
@@ -235,6 +241,8 @@ class ReferenceDevice:
 
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Array:
         return np.zeros(shape, DTYPES[dtype])
+
+    alloc_host = alloc
 
     def scratch_bytes(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> int:
         return 0

@@ -99,6 +99,8 @@ class CpuDevice:
     def alloc(self, shape: tuple[int, ...], dtype: str) -> Array:
         return aligned_zeros(shape, dtype)
 
+    alloc_host = alloc
+
     def scratch_bytes(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> int:
         return 0
 

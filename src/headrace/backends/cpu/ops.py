@@ -8,7 +8,7 @@ import numpy as np
 
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
-from . import attention, deltanet, router, rowops, tiles
+from . import attention, deltanet, router, rowops, tiles, topk
 from .calls import Tensor, at, floats_at, rows
 from .native import float_bits
 from .products import Products
@@ -64,6 +64,15 @@ class CpuOps(Products):
         self.call(
             rowops.gather_rows, out.shape[0], out.shape[1] * out.itemsize, at(out), out.strides[0], at(x), x.strides[0],
             at(index), out=(out,), keep=(x, index),
+        )  # fmt: skip
+
+    def top_k(self, values: Tensor, ids: Tensor, logits: Tensor) -> None:
+        (n_rows, n), k = logits.shape, ids.shape[1]
+        assert 0 < k <= n and logits.dtype == np.float32 and values.flags.c_contiguous and ids.flags.c_contiguous
+        scratch = self.scratch(8 * n_rows * k * self.team.n_threads)
+        self.call(
+            topk.top_k, n_rows, n, k, at(values), at(ids), at(logits), logits.strides[0], at(scratch),
+            out=(values, ids), keep=(logits, scratch),
         )  # fmt: skip
 
     def combine(self, x: Tensor, y: Tensor, routing: Routing) -> None:

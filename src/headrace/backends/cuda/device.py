@@ -159,6 +159,9 @@ class CudaDevice:
             n_mib = math.prod(shape) * DTYPES[dtype].itemsize / 2**20
             raise MemoryError(f"{self.info.name}: {n_mib:.0f} MiB could not be allocated") from None
 
+    def alloc_host(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.zeros(shape, dtype=DTYPES[dtype], pin_memory=self.compute.stream is not None)
+
     def scratch_bytes(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> int:
         return scratch_bytes(spec, n_tokens, n_seq, self.ops.tiles)
 
@@ -227,6 +230,8 @@ class CudaDevice:
             dst.copy_(source.pin_memory() if self.compute.stream else source, non_blocking=True)
 
     def download(self, src: torch.Tensor) -> NDArray[Any]:
+        if not src.is_cuda:  # no copy will wait
+            self.compute.synchronize()
         with self.compute.here():
             return src.cpu().numpy()
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...sampling import MOST_CANDIDATES
 from ...spec import ModelSpec, MoeSpec
 from .tiles import Tiles
 
@@ -17,6 +18,8 @@ MEMORY: dict[str, Any] = {
 """Fields of DeviceInfo."""
 N_RINGS, CHUNK, ROUTER_TOKENS = 2, 64, 16
 """Buffers of decoded weights, tokens of a delta-net chunk and of a router program: as in ops.py and its kernels."""
+VOCAB_BLOCK = 4096
+"""Logits of which one program finds the greatest: as many as it leaves to the program that merges, of 262,144."""
 
 
 def scratch_sizes(spec: ModelSpec, n_tokens: int, n_seq: int) -> dict[str, tuple[int, str]]:
@@ -41,6 +44,7 @@ def scratch_sizes(spec: ModelSpec, n_tokens: int, n_seq: int) -> dict[str, tuple
         at_least("delta_u", n_rows * net.v_dim, "act")
         at_least("delta_w", n_rows * net.k_dim, "act")
         at_least("delta_p", n_rows * CHUNK, "act")
+    at_least("top_k", 2 * n_seq * -(-spec.n_vocab // VOCAB_BLOCK) * MOST_CANDIDATES, "i32")
     return sizes
 
 

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...spec import AttentionSpec, DeltaNetSpec, MoeSpec, RopeSpec
 from ..base import KVLayer, RecurrentLayer, Routing, StepState
-from . import attention, deltanet, experts, gather, gemm, router, rows
+from . import attention, deltanet, experts, gather, gemm, router, rows, topk
 from .decoders import DECODERS, decode_block, table
 from .dequant import dequant_kernel
 from .scratch import ScratchRing
@@ -112,6 +112,21 @@ class CudaOps:
         block = min(1024, triton.next_power_of_2(n))
         if m:
             rows.gather_rows_kernel[(m, triton.cdiv(n, block))](x, index, out, n, x.stride(0), BLOCK=block)
+
+    def top_k(self, values: Tensor, ids: Tensor, logits: Tensor) -> None:
+        (m, n), k = logits.shape, ids.shape[1]
+        ranks, n_blocks = triton.next_power_of_2(k), triton.cdiv(n, topk.BLOCK)
+        width = triton.next_power_of_2(n_blocks * ranks)
+        if m:
+            keys = self.scratch("top_k", 2 * m * n_blocks * ranks, torch.int32).view(torch.int64)
+            topk.top_k_block_kernel[(n_blocks, m)](
+                logits, keys, n, logits.stride(0), K=k, RANKS=ranks, BLOCK=topk.BLOCK,
+                num_warps=topk.BLOCK // topk.KEYS_PER_WARP,
+            )  # fmt: skip
+            topk.top_k_merge_kernel[(m,)](
+                keys, values, ids, n_blocks * ranks, K=k, RANKS=ranks, WIDTH=width,
+                num_warps=max(1, min(16, width // topk.KEYS_PER_WARP)),
+            )  # fmt: skip
 
     def rope(self, x: Tensor, positions: Tensor, rope: RopeSpec, freq_factors: Any = None) -> None:
         t, n_head, _ = x.shape
