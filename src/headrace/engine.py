@@ -31,6 +31,7 @@ from .models import load_program
 from .plan import Plan, make_plan
 from .program import Program
 from .rates import load_rates
+from .rehearsal import distinct, rehearse
 from .runner import Progress, Runner
 from .sampling import SamplingParams
 from .stats import Stats
@@ -40,7 +41,7 @@ from .tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger("headrace")
 Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
 LoadProgress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) while weights load."""
+"""Called with (bytes done, bytes in all) while weights load, or (kernels done, in all) while they are compiled."""
 
 
 def demo_path() -> Path:
@@ -49,10 +50,11 @@ def demo_path() -> Path:
 
 
 def open_engine(
-    path: str | Path | None = None, *, load_progress: LoadProgress | None = None, **config: Any
-) -> "Engine":
+    path: str | Path | None = None, *, load_progress: LoadProgress | None = None,
+    compile_progress: LoadProgress | None = None, **config: Any,
+) -> "Engine":  # fmt: skip
     """Opens a GGUF model (None: the demo model); keywords are the fields of Config. Raises UserError on bad input."""
-    return Engine(path, Config.of(**config), load_progress)
+    return Engine(path, Config.of(**config), load_progress, compile_progress)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,10 @@ def prepare(path: str | Path | None, config: Config, *, measure_rates: bool = Fa
 class Engine:
     """A loaded model. Close it, or use it in a `with`; one text at a time: a call ends the generation before it."""
 
-    def __init__(self, path: str | Path | None, config: Config, load_progress: LoadProgress | None = None) -> None:
+    def __init__(
+        self, path: str | Path | None, config: Config, load_progress: LoadProgress | None = None,
+        compile_progress: LoadProgress | None = None,
+    ) -> None:  # fmt: skip
         start_s = time.perf_counter()
         self.config, self.stats = config, Stats()
         self._busy, self._text = threading.Lock(), object()
@@ -104,32 +109,56 @@ class Engine:
             log.warning("context %d: the model was trained for %d tokens", self.plan.n_ctx, self.spec.n_ctx_train)
         try:
             self.host = HostMemory(self.file)
-            weights = self._load(load_progress)
-            streamed = {name: self.file.tensors[name] for name in self.plan.streamed}
-            if streamed:
-                budget_bytes = min(n for n in (config.host_limit_bytes, lockable_bytes()) if n is not None)
-                self.device.pin(self.host.ranges(streamed.values()), budget_bytes, self.plan.lock_bytes > 0)
-            self.device.reserve(self.spec, self.plan.n_ubatch, self.plan.n_seq_max)
-            self.cache = KVCache(
-                self.device, self.spec, self.plan.n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v
-            )
-            if self.plan.cpu_rank is not None:
-                self.device.split_experts(self.plan.cpu_rank, config.n_threads)
-            self.stream = ExpertStream(
-                self.device, self.program, streamed, self.plan.n_slots, self.plan.slot_bytes, weights, self.host.bytes,
-                self.host.check, self.plan.n_lines,
-            )  # fmt: skip
-            self.runner = Runner(self.program, self.plan, self.device, self.cache, self.stream, weights)
+            with self.device.compiled_ahead(self._rehearse, compile_progress):
+                load_start_s = time.perf_counter()
+                weights = self._load(load_progress)
+                lock_start_s = time.perf_counter()
+                self._pin()
+                lock_stop_s = time.perf_counter()
+                self.runner = self._runner(self.device, self.program, weights)
+                compile_start_s = time.perf_counter()
         except BaseException as e:
             self.device.close()
             if isinstance(e, MemoryError):
                 raise UserError(f"{e or 'out of memory'}; {MORE_MEMORY}") from None
             raise
+        self.cache, self.stream = self.runner.cache, self.runner.stream
         self.sequence = self.cache.sequence()
-        self.stats.load_s = time.perf_counter() - start_s
+        stop_s = time.perf_counter()
+        self.stats.load_s = stop_s - start_s
         log.info(
-            "%s: %s on %s, loaded in %.2f s", self.file.path, self.spec.name, self.device.info.name, self.stats.load_s
-        )
+            "%s: %s on %s, opened in %.2f s: load %.2f s, page-lock %.2f s, then compile %.2f s", self.file.path,
+            self.spec.name, self.device.info.name, self.stats.load_s, lock_start_s - load_start_s,
+            lock_stop_s - lock_start_s, stop_s - compile_start_s,
+        )  # fmt: skip
+
+    def _pin(self) -> None:
+        """Makes what is streamed fast to copy from."""
+        if streamed := [self.file.tensors[name] for name in self.plan.streamed]:
+            budget_bytes = min(n for n in (self.config.host_limit_bytes, lockable_bytes()) if n is not None)
+            self.device.pin(self.host.ranges(streamed), budget_bytes, self.plan.lock_bytes > 0)
+
+    def _runner(self, device: Device, program: Program, weights: dict[str, Weight]) -> Runner:
+        """Cache, slots and workspace of a device for a program; `weights` are those that are not streamed."""
+        config, plan, here = self.config, self.plan, set(program.expert_tensors)
+        streamed = {name: self.file.tensors[name] for name in plan.streamed if name in here}
+        device.reserve(self.spec, plan.n_ubatch, plan.n_seq_max)
+        cache = KVCache(device, self.spec, plan.n_ctx, config.n_seq_max, config.cache_type_k, config.cache_type_v)
+        if plan.cpu_rank is not None:
+            device.split_experts(plan.cpu_rank, config.n_threads)
+        stream = ExpertStream(
+            device, program, streamed, plan.n_slots, plan.slot_bytes, weights, self.host.bytes, self.host.check,
+            plan.n_lines,
+        )  # fmt: skip
+        return Runner(program, plan, device, cache, stream, weights)
+
+    def _rehearse(self, device: Device) -> None:
+        """Runs, on a device that computes nothing, all that this model may run."""
+        tensors, placements = self.file.tensors, self.plan.placements
+        program = distinct(self.program, tensors, placements)
+        names = [n for n in (*program.resident_tensors, *program.expert_tensors) if placements[n].feed != "stream"]
+        weights = {n: device.load(tensors[n], self.host.bytes(tensors[n]), placements[n].layout) for n in names}
+        rehearse(self._runner(device, program, weights))
 
     def _load(self, progress: LoadProgress | None) -> dict[str, Weight]:
         """Every weight that is not streamed; what was copied is given back to the page cache."""

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.backends.cuda.tiles import Tiles
 from headrace.quants import TYPES
+from models.tiny import Tiny, write
 
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
@@ -23,13 +24,13 @@ CASES = [(version, capability) for version in TRITONS for capability in SHARED_B
 TESTS = Path(__file__).parents[1]
 
 
-def compile_all(version: str, capability: int, types: list[str], cache_dir: Path) -> dict[str, Any]:
-    """The report of without_gpu.py, from a process of its own that does not interpret."""
+def report_of(script: str, version: str, cache_dir: Path, *args: str) -> dict[str, Any]:
+    """What a script of this folder reports, from a process of its own that does not interpret."""
     env = os.environ | {
         "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache_dir),
         "PYTHONPATH": os.pathsep.join(filter(None, (TRITONS[version], str(TESTS)))),
     }  # fmt: skip
-    command = [sys.executable, str(TESTS / "cuda" / "without_gpu.py"), str(capability), *types]
+    command = [sys.executable, str(TESTS / "cuda" / script), *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[-3000:]
     report: dict[str, Any] = json.loads(done.stdout)
@@ -45,7 +46,8 @@ def test_every_kernel(version: str, capability: int, pytestconfig: pytest.Config
     turn, n = CASES.index((version, capability)), len(SHARED_BYTES)
     types = [name for i, name in enumerate(TYPES) if (i + turn // n - turn) % n == 0]
     assert pytestconfig.cache is not None
-    report = compile_all(version, capability, types, pytestconfig.cache.mkdir("triton"))
+    cache_dir = pytestconfig.cache.mkdir("triton")
+    report = report_of("without_gpu.py", version, cache_dir, str(capability), *types)
     assert version in ("installed", report["triton"])
     assert not report["missing"], "kernels that no step of without_gpu.py launches"
     assert not report["again"], "another token count compiles these again: see do_not_specialize"
@@ -57,3 +59,18 @@ def test_every_kernel(version: str, capability: int, pytestconfig: pytest.Config
         constants = [k["constants"] for k in kernels if k["kernel"] == f"{name}_kernel"]
         built = {tuple(int(c[n]) for n in ("BM", "BN", "num_warps", "num_stages")) for c in constants}
         assert set(wanted) <= built, f"{name} tiles"
+
+
+@pytest.mark.parametrize("version", TRITONS)
+@pytest.mark.parametrize(
+    "fields", [("n_cpu_moe=0",), ("n_cpu_moe=99", "n_ctx=512", "n_ubatch=128")], ids=["resident", "streamed"]
+)
+def test_all_that_a_model_launches_is_compiled_ahead(version: str, fields: tuple[str, ...], tmp_path: Path) -> None:
+    """Passes of any length compile nothing after the model was opened, and who opens it sees all kernels counted."""
+    if TRITONS[version] and not Path(TRITONS[version]).is_dir():
+        pytest.skip(f"no {TRITONS[version]}: `make test` installs it there")
+    model = write(tmp_path / "m.gguf", Tiny("qwen35moe", "Q4_K_M", n_layer=4, n_expert=40))
+    report = report_of("rehearsed.py", version, tmp_path / "triton", "90", str(model), *fields)
+    assert report["ahead"] > 20 and not report["missed"]
+    n_done, n_total = report["progress"][-1]
+    assert n_done == n_total >= report["ahead"]

@@ -19,7 +19,7 @@ LAYERS = [
     {"blocks", "schedule", "placement", "budget", "predict", "plan", "stream"},
     {"models", "backends"},
     {"runner"},
-    {"generate"},
+    {"generate", "rehearsal"},
     {"engine", "synth"},
     {"commands", "__main__"},
 ]

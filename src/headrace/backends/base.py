@@ -270,6 +270,12 @@ class Device(Protocol):
         """Zeroed host memory that ops write and `download` reads without a copy: for the little that is read after
         every step. `Queue.copy` and `upload` do not know it."""
 
+    def compiled_ahead(
+        self, run: "Callable[[Device], None]", progress: Callable[[int, int], None] | None = None
+    ) -> AbstractContextManager[None]:
+        """Compiles the kernels that `run` launches, beside what is done inside, and waits for them at the end: `run`
+        gets a device of this kind that has no memory and computes nothing. `progress` of (kernels done, in all)."""
+
     def arena(self, n_bytes: int) -> Arena: ...
     def event(self) -> Event: ...
 

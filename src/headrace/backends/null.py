@@ -11,7 +11,7 @@ have been written since it was taken and be read before its step ends.
 
 import math
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,6 +268,9 @@ class NullDevice:
         return 0
 
     def reserve(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> None: ...
+
+    def compiled_ahead(self, run: Any, progress: Any = None) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def arena(self, n_bytes: int) -> NullArena:
         return NullArena(self, n_bytes)

@@ -6,7 +6,7 @@ start as NaN, so a number that was never written shows.
 
 import math
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,6 +248,9 @@ class ReferenceDevice:
         return 0
 
     def reserve(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> None: ...
+
+    def compiled_ahead(self, run: Any, progress: Any = None) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def arena(self, n_bytes: int) -> ReferenceArena:
         return ReferenceArena(n_bytes)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config
 from ..errors import UserError
 from .bench_rows import Sample, Test, link_row, machine, model_row, plan_row, test_row
-from .options import N_VALUES, add_config, add_trace, config_of, list_of, progress, trace_file
+from .options import N_VALUES, add_config, add_trace, config_of, list_of, opening, trace_file
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -117,8 +117,8 @@ def measure(
     from .. import open as open_model
     from ..trace import Trace
 
-    with progress("loading") as show:
-        engine = open_model(model, load_progress=show, **config)
+    with opening() as bars:
+        engine = open_model(model, **bars, **config)
     with engine:
         wishes = asdict(Config.of(**config))
         about = {**machine(), "command": command, **model_row(engine), **wishes, **plan_row(engine)}

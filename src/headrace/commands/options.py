@@ -124,12 +124,13 @@ def _range(text: str) -> list[int]:
 def progress(label: str, unit: str = "B", *, least: int = 1 << 30) -> Iterator[Callable[[int, int], None]]:
     """A function of (done, in all) that shows them on stderr.
 
-    On a terminal it is a bar; elsewhere a line for every quarter, if there are at least `least` units in all.
+    On a terminal it is a bar, from the first call on; elsewhere a line for every quarter, if there are at least `least`
+    units in all.
     """
     if sys.stderr.isatty():
         from tqdm import tqdm
 
-        with tqdm(desc=label, unit=unit, unit_scale=True, leave=False, file=sys.stderr) as bar:
+        with tqdm(desc=label, unit=unit, unit_scale=True, leave=False, file=sys.stderr, delay=1e-6) as bar:
 
             def show(n_done: int, n_total: int) -> None:
                 bar.total = n_total
@@ -146,3 +147,17 @@ def progress(label: str, unit: str = "B", *, least: int = 1 << 30) -> Iterator[C
                 print(f"{label}: {25 * quarter} %", file=sys.stderr)
 
         yield say
+
+
+@contextmanager
+def opening(*, quiet: bool = False, lines: bool = True) -> Iterator[dict[str, Callable[[int, int], None]]]:
+    """What a model is opened with to show how it loads and compiles; without `lines` only on a terminal."""
+    if quiet:
+        yield {}
+        return
+    never = 1 << 62
+    with (
+        progress("loading", least=1 << 30 if lines else never) as load,
+        progress("compiling", "kernels", least=1 if lines else never) as compiled,
+    ):
+        yield {"load_progress": load, "compile_progress": compiled}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from .options import add_config, add_model, add_trace, config_of, progress, trace_file
+from .options import add_config, add_model, add_trace, config_of, opening, progress, trace_file
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     }
     sampling = SamplingParams(**given)
     with trace_file(args.trace) as groups:
-        with quietly("loading", "B", args.quiet) as show:
-            engine = open_model(args.model, load_progress=show, **config_of(args))
+        with opening(quiet=args.quiet) as bars:
+            engine = open_model(args.model, **bars, **config_of(args))
         with engine:
             trace = engine.stream.trace = Trace(engine.device if args.trace else None)
             try:

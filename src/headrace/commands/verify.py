@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import UserError
-from .options import add_config, add_model, config_of, list_of, progress
+from .options import add_config, add_model, config_of, list_of, opening
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
 def opened(ref: Reference, check: "Check") -> "Engine":
     from .. import open as open_model
 
-    with progress("loading", least=1 << 50) as show:  # a bar on a terminal, no lines elsewhere
-        return open_model(ref.model, load_progress=show, **{**ref.fixed, **check.setting})
+    with opening(lines=False) as bars:
+        return open_model(ref.model, **bars, **{**ref.fixed, **check.setting})
 
 
 def compare(ref: Reference, todo: "list[Check]", varied: list[str]) -> bool:

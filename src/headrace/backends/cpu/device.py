@@ -4,7 +4,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache as once
 from typing import Any
 
@@ -105,6 +105,9 @@ class CpuDevice:
         return 0
 
     def reserve(self, spec: ModelSpec, n_tokens: int, n_seq: int) -> None: ...
+
+    def compiled_ahead(self, run: Any, progress: Any = None) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def arena(self, n_bytes: int) -> CpuArena:
         return CpuArena(n_bytes)

@@ -7,8 +7,8 @@ import ctypes
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ...gguf import TensorInfo
 from ...hostmem import MappedRange
 from ...spec import ModelSpec
 from ..base import DeviceInfo, HostEvent, Lines
-from .compiling import compiling
+from .compiling import compile_ahead, compiling
 from .decode_ops import DecodeOps
 from .driver import cuda_driver
 from .footprint import MEMORY, scratch_bytes, scratch_sizes
@@ -172,6 +172,11 @@ class CudaDevice:
                 self.ops.scratch(name, n, self.ops.act_dtype if dtype == "act" else DTYPES[dtype])
         except torch.OutOfMemoryError:
             raise MemoryError(f"{self.info.name}: no memory for the ops' scratch") from None
+
+    def compiled_ahead(self, run: Callable[[Any], None], progress: Any = None) -> AbstractContextManager[None]:
+        from .rehearsal import Rehearsal
+
+        return compile_ahead(lambda: run(Rehearsal(self)), progress) if self.compute.stream else nullcontext()
 
     def arena(self, n_bytes: int) -> CudaArena:
         return CudaArena(self.alloc((max(n_bytes, CudaArena.ALIGN),), "u8"))
