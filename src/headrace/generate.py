@@ -38,7 +38,8 @@ def generate(
     n_room = cache.n_ctx - len(prompt)
     stats.n_reused = cache.trim(seq, min(common_prefix(seq.tokens, prompt), len(prompt) - 1))
     clock = _Clock(runner.device)
-    (logits,) = runner.prefill(seq, prompt[stats.n_reused :], progress=progress)
+    few = sampling.n_candidates
+    (logits,) = runner.prefill(seq, prompt[stats.n_reused :], progress=progress, n_candidates=few)
     stats.n_prompt, stats.prefill_s, stats.compile_s = len(prompt) - stats.n_reused, *clock.read()
     if n_predict == 0:
         return
@@ -54,7 +55,7 @@ def generate(
         yield Piece(token, text.push(token) + (text.flush() if finish else ""), stats, finish)
         if finish:
             return
-        (logits,) = runner.decode([seq], [token])
+        (logits,) = runner.decode([seq], [token], few)
         stats.n_decoded, (stats.decode_s, more_s) = n_new, clock.read()
         stats.compile_s = compile_s + more_s
 

@@ -1,4 +1,4 @@
-"""The loop: prefill a prompt, decode one token for each of several sequences; logits come back.
+"""The loop: prefill a prompt, decode one token for each of several sequences; logits come back, or the greatest.
 
 Executes the orders of `schedule` blindly. Sequences advance only when their work is done: an interrupted prefill
 keeps the windows that were finished, an interrupted decode may fall back to the prompt.
@@ -13,15 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends.base import Device, Weight
+from .backends.base import Device, Tensor, Weight
 from .batch import Batch, Ints, StateBuffer
 from .kvcache import PAGE, KVCache, Sequence
 from .plan import Plan
 from .program import Program, Run, Step, Weights, run_step, short_name
+from .sampling import MOST_CANDIDATES, Candidates, Logits
 from .schedule import Acquire, Compute, Release, Upload, gather_below, schedule, split
 from .stream import ExpertStream
 
-Logits = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all) after every micro-batch of a segment; may raise to cancel."""
 Tap = Callable[[int, Ints, NDArray[np.float32]], None]
@@ -29,10 +29,12 @@ Tap = Callable[[int, Ints, NDArray[np.float32]], None]
 
 
 class Mode(NamedTuple):
-    """How a pass runs: with which op table, and whether its ops find the routed experts without uploads."""
+    """How a pass runs: with which op table, whether its ops find the routed experts without uploads, and how many
+    candidates it leaves of each wanted row (None: all logits)."""
 
     phase: str
     gathers: bool
+    n_candidates: int | None
 
 
 class Runner:
@@ -52,23 +54,29 @@ class Runner:
         self.x = device.alloc((n, spec.n_embd), "f32")
         self.hidden = device.alloc((plan.n_window, spec.n_embd), "f32") if plan.n_window > n else None
         self.logits = device.alloc((plan.n_out, spec.n_vocab), "f32")
-        modes = [Mode(phase, g) for phase in ("prefill", "decode") for g in (False, True)]
-        self.weights = {mode: [self._step_weights(step, weights, mode) for step in program.steps] for mode in modes}
+        self.best_logits, self.best_ids = (
+            device.alloc_host((plan.n_seq_max * MOST_CANDIDATES,), dtype) for dtype in ("f32", "i32")
+        )
+        modes = [(phase, gathers) for phase in ("prefill", "decode") for gathers in (False, True)]
+        self.weights = {mode: [self._step_weights(step, weights, *mode) for step in program.steps] for mode in modes}
         self.gather_below = gather_below(program) if stream.gathers else 0
         self.n_body = len(program.steps) - 1  # the last step is the head, which runs for wanted rows only
         self.tap: Tap | None = None
 
-    def _step_weights(self, step: Step, weights: dict[str, Weight], mode: Mode) -> Weights:
+    def _step_weights(self, step: Step, weights: dict[str, Weight], phase: str, gathers: bool) -> Weights:
         named = {short_name(name): weights[name] for name in step.weights}
-        return Weights(experts=self.stream.experts(step, *mode), **named)
+        return Weights(experts=self.stream.experts(step, phase, gathers), **named)
 
     def prefill(
-        self, seq: Sequence, token_ids: Seq[int], rows: Seq[int] | None = None, progress: Progress | None = None
-    ) -> Logits:
-        """Appends tokens to a sequence; float32 [len(rows), n_vocab] of the given rising rows (None: the last)."""
+        self, seq: Sequence, token_ids: Seq[int], rows: Seq[int] | None = None, progress: Progress | None = None,
+        n_candidates: int | None = None,
+    ) -> Logits | Candidates:  # fmt: skip
+        """Appends tokens to a sequence; float32 [len(rows), n_vocab] of the given rising rows (None: the last), or
+        their [len(rows), n_candidates] greatest, of up to n_seq_max rows."""
         ids = np.asarray(token_ids, np.int32)
         wanted = np.array([len(ids) - 1] if rows is None else rows, np.int32)
-        out = np.empty((len(wanted), self.program.spec.n_vocab), np.float32)
+        k = self._within_vocab(n_candidates)
+        out = self._rows(len(wanted), k)
         n_done = 0
         for window in split(len(ids), self.plan.n_window, self.plan.n_ubatch):
             start, stop = window[0][0], window[-1][1]
@@ -77,15 +85,17 @@ class Runner:
             batches = [self._prompt_batch(seq, ids, a, b, start, wanted) for a, b in window]
             report = partial(_report, progress, start, len(ids)) if progress else None
             with self._whole([seq]):
-                for logits in self._run_window(batches, report):
+                for logits in self._run_window(batches, report, "prefill", k):
                     out[n_done : n_done + len(logits)] = logits
                     n_done += len(logits)
                 seq.tokens += ids[start:stop].tolist()
         self.cache.snapshot(seq)
         return out
 
-    def decode(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> Logits:
-        """Appends one token to each sequence; float32 [len(seqs), n_vocab]."""
+    def decode(
+        self, seqs: Seq[Sequence], token_ids: Seq[int], n_candidates: int | None = None
+    ) -> Logits | Candidates:  # fmt: skip
+        """Appends one token to each; float32 [len(seqs), n_vocab], or the [len(seqs), n_candidates] greatest."""
         for seq in seqs:
             self.cache.reserve(seq, 1)
         n = len(seqs)
@@ -96,7 +106,7 @@ class Runner:
             state_slots=np.array([s.state_slot for s in seqs], np.int32), out_rows=np.arange(n, dtype=np.int32),
         )  # fmt: skip
         with self._whole(seqs):
-            (logits,) = self._run_window([batch], None, "decode")
+            (logits,) = self._run_window([batch], None, "decode", self._within_vocab(n_candidates))
             for seq, token in zip(seqs, token_ids):
                 seq.tokens.append(int(token))
         return logits
@@ -124,14 +134,15 @@ class Runner:
         )  # fmt: skip
 
     def _run_window(
-        self, batches: list[Batch], progress: Callable[[int], None] | None, phase: str = "prefill"
-    ) -> list[Logits]:  # fmt: skip
-        """One pass over all steps for the micro-batches of a window; the wanted logits of each in order."""
-        logits: list[Logits] = []
+        self, batches: list[Batch], progress: Callable[[int], None] | None, phase: str, k: int | None
+    ) -> list[Logits | Candidates]:
+        """One pass over all steps for the micro-batches of a window; of each in order the wanted rows' logits, or their
+        k greatest."""
+        logits: list[Logits | Candidates] = []
         n_done = 0
         ends = np.cumsum([b.n_tokens for b in batches])
         gathers = self.stream.decodes if phase == "decode" else int(ends[-1]) < self.gather_below
-        mode = Mode(phase, gathers)
+        mode = Mode(phase, gathers, k)
         streamed = () if gathers else self.stream.streamed
         self.state.stage(batches, uploads=bool(streamed))
         with self.stream.pass_():
@@ -156,7 +167,7 @@ class Runner:
             self.stream.after_decode()
         return logits
 
-    def _compute(self, first: int, stop: int, batch: Batch, offset: int, mode: Mode) -> list[Logits]:
+    def _compute(self, first: int, stop: int, batch: Batch, offset: int, mode: Mode) -> list[Logits | Candidates]:
         """Steps first..stop for one micro-batch, whose hidden states start at `offset` of the window."""
         x, n = self.x[: batch.n_tokens], batch.n_tokens
         if self.hidden is not None and first:
@@ -169,19 +180,36 @@ class Runner:
                 self.device.compute.copy(self.hidden[offset : offset + n], x)
             return []
         if whole:
-            return [self._read_logits(n_out)]
+            return [self._read_logits(n_out, mode.n_candidates)]
         return list(self._head_in_parts(batch, mode))
 
-    def _head_in_parts(self, batch: Batch, mode: Mode) -> Iterator[Logits]:
+    def _head_in_parts(self, batch: Batch, mode: Mode) -> Iterator[Logits | Candidates]:
         """The head for more rows than the logits buffer holds."""
         for start in range(0, len(batch.out_rows), self.plan.n_out):
             rows = batch.out_rows[start : start + self.plan.n_out]
             self.state.set_out_rows(rows)
             self._steps(self.n_body, self.n_body + 1, batch, len(rows), mode)
-            yield self._read_logits(len(rows))
+            yield self._read_logits(len(rows), mode.n_candidates)
 
-    def _read_logits(self, n: int) -> Logits:
-        return np.array(self.device.download(self.logits[:n]), np.float32)
+    def _within_vocab(self, n_candidates: int | None) -> int | None:
+        return n_candidates and min(n_candidates, self.program.spec.n_vocab)
+
+    def _rows(self, n: int, k: int | None) -> Logits | Candidates:
+        """Host memory for the logits of n rows, or the k greatest of each."""
+        if k is None:
+            return np.empty((n, self.program.spec.n_vocab), np.float32)
+        return Candidates(np.empty((n, k), np.float32), np.empty((n, k), np.int32))
+
+    def _best(self, n: int, k: int) -> tuple[Tensor, Tensor]:
+        """Where top_k leaves logits and ids [n, k]."""
+        assert n * k <= self.best_ids.shape[0], f"{k} candidates of {n} rows"
+        return self.best_logits[: n * k].reshape(n, k), self.best_ids[: n * k].reshape(n, k)
+
+    def _read_logits(self, n: int, k: int | None) -> Logits | Candidates:
+        if k is None:
+            return np.array(self.device.download(self.logits[:n]), np.float32)
+        logits, ids = map(self.device.download, self._best(n, k))
+        return Candidates(np.array(logits, np.float32), np.array(ids, np.int32))
 
     def _steps(self, first: int, stop: int, batch: Batch, n_out: int, mode: Mode) -> None:
         """Runs steps first..stop together, or one by one where a tap wants to see what each leaves."""
@@ -204,8 +232,10 @@ class Runner:
             ops = self.device.decode_ops if mode.phase == "decode" else self.device.ops
             x, logits = self.x[: batch.n_tokens], self.logits[:n_out]
             run = Run(ops, self.arena, self.device.act_dtype, state, x, logits, self.cache.layers)
-            for step, weights in zip(self.program.steps[first:stop], self.weights[mode][first:stop]):
+            for step, weights in zip(self.program.steps[first:stop], self.weights[mode[:2]][first:stop]):
                 run_step(step, run, weights)
+            if mode.n_candidates and n_out and stop > self.n_body:
+                ops.top_k(*self._best(n_out, mode.n_candidates), logits)
 
 
 def _report(progress: Progress, n_before: int, n_total: int, n_done: int) -> None:

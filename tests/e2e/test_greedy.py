@@ -81,12 +81,12 @@ def test_a_decode_that_was_interrupted_leaves_no_trace(
     """Ctrl-C after a token's computation, before anybody knows of it: a recurrent state has moved on already."""
     read, n_calls = Runner._read_logits, 0
 
-    def interrupted(runner: Runner, n: int) -> Any:
+    def interrupted(runner: Runner, *args: Any) -> Any:
         nonlocal n_calls
         n_calls += 1
         if n_calls == 5:
             raise KeyboardInterrupt
-        return read(runner, n)
+        return read(runner, *args)
 
     greedy = SamplingParams(temperature=0.0)
     with headrace.open(write(folder / "m.gguf", m), n_ctx=512, backend=backend) as engine:

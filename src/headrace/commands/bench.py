@@ -168,7 +168,7 @@ def once(engine: "Engine", test: Test, trace: "Trace | None" = None) -> Sample:
         if test.n_prompt:
             runner.prefill(seq, ids[test.n_depth : test.n_depth + test.n_prompt])
         for token in ids[test.n_depth + test.n_prompt :]:
-            runner.decode([seq], [token])
+            runner.decode([seq], [token], n_candidates=1)
         device.compute.record(stop)
     finally:
         stream.trace = Trace()

@@ -30,8 +30,8 @@ def _best(keys, K: tl.constexpr, RANKS: tl.constexpr):
 
 @triton.jit
 def top_k_block_kernel(logits, keys, n, row_stride, K: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """keys [M, n_blocks, RANKS] of logits [M, n]; -0 counts as 0, a NaN of either sign as the greatest. Grid: (n_blocks,
-    M)."""
+    """keys [M, n_blocks, RANKS] of logits [M, n]; -0 counts as 0, a NaN, whatever its sign, as the greatest. Grid:
+    (n_blocks, M)."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(logits + row * row_stride + i, mask=i < n, other=0.0).to(tl.int32, bitcast=True)
