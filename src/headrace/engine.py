@@ -110,13 +110,10 @@ class Engine:
         try:
             self.host = HostMemory(self.file)
             with self.device.compiled_ahead(self._rehearse, compile_progress):
-                load_start_s = time.perf_counter()
                 weights = self._load(load_progress)
-                lock_start_s = time.perf_counter()
                 self._pin()
-                lock_stop_s = time.perf_counter()
                 self.runner = self._runner(self.device, self.program, weights)
-                compile_start_s = time.perf_counter()
+                wait_start_s = time.perf_counter()
         except BaseException as e:
             self.device.close()
             if isinstance(e, MemoryError):
@@ -124,19 +121,21 @@ class Engine:
             raise
         self.cache, self.stream = self.runner.cache, self.runner.stream
         self.sequence = self.cache.sequence()
-        stop_s = time.perf_counter()
-        self.stats.load_s = stop_s - start_s
+        s, stop_s = self.stats, time.perf_counter()
+        s.compile_s = stop_s - wait_start_s
+        s.load_s = stop_s - start_s - s.lock_s - s.compile_s
         log.info(
-            "%s: %s on %s, opened in %.2f s: load %.2f s, page-lock %.2f s, then compile %.2f s", self.file.path,
-            self.spec.name, self.device.info.name, self.stats.load_s, lock_start_s - load_start_s,
-            lock_stop_s - lock_start_s, stop_s - compile_start_s,
+            "%s: %s on %s, opened in %.2f s: load %.2f s, page-lock %.2f s, compile %.2f s", self.file.path,
+            self.spec.name, self.device.info.name, stop_s - start_s, s.load_s, s.lock_s, s.compile_s,
         )  # fmt: skip
 
     def _pin(self) -> None:
         """Makes what is streamed fast to copy from."""
+        start_s = time.perf_counter()
         if streamed := [self.file.tensors[name] for name in self.plan.streamed]:
             budget_bytes = min(n for n in (self.config.host_limit_bytes, lockable_bytes()) if n is not None)
             self.device.pin(self.host.ranges(streamed), budget_bytes, self.plan.lock_bytes > 0)
+        self.stats.lock_s = time.perf_counter() - start_s
 
     def _runner(self, device: Device, program: Program, weights: dict[str, Weight]) -> Runner:
         """Cache, slots and workspace of a device for a program; `weights` are those that are not streamed."""

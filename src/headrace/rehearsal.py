@@ -7,6 +7,7 @@ from .gguf import TensorInfo
 from .placement import Placement
 from .program import Program, Step, short_name
 from .runner import Runner
+from .sampling import MOST_CANDIDATES
 
 
 def distinct(program: Program, tensors: Mapping[str, TensorInfo], placements: Mapping[str, Placement]) -> Program:
@@ -21,7 +22,7 @@ def distinct(program: Program, tensors: Mapping[str, TensorInfo], placements: Ma
 
 
 def rehearse(runner: Runner) -> None:
-    """Prompts of a whole micro-batch, a half, a quarter, ... - tiles change by powers of two - and a decode step.
+    """Prompts of a whole micro-batch, a half, a quarter, ... - tiles change by powers of two - and decode steps.
 
     A short prompt may fetch its experts, and the short rest of a long one has them uploaded: both are run.
     """
@@ -32,4 +33,5 @@ def rehearse(runner: Runner) -> None:
     for length in sizes + longer:
         cache.trim(seq, 0)
         runner.prefill(seq, [0] * length)
-    runner.decode([seq], [0])
+    for n_candidates in (None, 1, MOST_CANDIDATES):
+        runner.decode([seq], [0], n_candidates)

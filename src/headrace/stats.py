@@ -7,11 +7,14 @@ from dataclasses import dataclass
 class Stats:
     """Totals since the engine was opened.
 
-    `n_reused` prompt tokens were still in the cache; compiling kernels on their first use counts apart.
+    Opening took `load_s`, `lock_s` for locking pages, and `compile_s` of waiting for kernels that compile meanwhile;
+    those that compile on their first use count there, too, and nowhere else. `n_reused` prompt tokens were still in the
+    cache.
     Of `n_routed` uses of host experts in decoding `n_cached` were in the expert cache; it saved the link `saved_bytes`.
     """
 
     load_s: float = 0.0
+    lock_s: float = 0.0
     n_prompt: int = 0
     n_reused: int = 0
     prefill_s: float = 0.0

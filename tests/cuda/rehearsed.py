@@ -19,7 +19,9 @@ from headrace.backends.cuda.device import CudaDevice
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.rehearsal import Rehearsal
 from headrace.backends.cuda.tiles import Tiles
+from headrace.sampling import SamplingParams
 
+SAMPLING = SamplingParams()
 LENGTHS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 65, 100, 127, 129, 200, 255)
 
 
@@ -46,8 +48,8 @@ def passes(engine: engines.Engine) -> None:
     for length in [*LENGTHS, *(n + m for m in LENGTHS)]:
         runner.cache.trim(seq, 0)
         if length < engine.plan.n_ctx:
-            runner.prefill(seq, [0] * length)
-            runner.decode([seq], [0])
+            runner.prefill(seq, [0] * length, n_candidates=SAMPLING.n_candidates)
+            runner.decode([seq], [0], SAMPLING.n_candidates)
 
 
 def main(capability: int, path: str, config: dict[str, int]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,15 @@ def test_all_that_a_model_launches_is_compiled_ahead(version: str, fields: tuple
     assert report["ahead"] > 20 and not report["missed"]
     n_done, n_total = report["progress"][-1]
     assert n_done == n_total >= report["ahead"]
+
+
+def test_a_compilation_that_the_pool_gave_up_is_done_by_who_asks() -> None:
+    from headrace.backends.cuda.compiling import Jobs
+
+    jobs, gate = Jobs(), threading.Event()
+    begun = [jobs.submit(gate.wait) for _ in range(10)]
+    job = jobs.submit(lambda: "cubin")
+    jobs.pool.shutdown(wait=False, cancel_futures=True)
+    assert job.result() == "cubin"
+    gate.set()
+    assert begun[0].result()

@@ -60,10 +60,10 @@ class Job(Future[Any]):
 
 
 class Jobs(Executor):
-    """A thread per core; unlike its own futures, a Job that `pool` gave up can still be asked for."""
+    """A thread per core, up to ten: a tenth of the work is under a lock. A Job that `pool` gave up can be asked for."""
 
     def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(n_cores(), "headrace-compile")
+        self.pool = ThreadPoolExecutor(min(10, n_cores()), "headrace-compile")
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Job:
         job = Job(partial(fn, *args, **kwargs))
