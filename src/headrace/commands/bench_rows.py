@@ -114,13 +114,16 @@ def plan_row(engine: "Engine") -> dict[str, Any]:
 
     plan, config = engine.plan, engine.config
     layouts = Counter(p.layout for p in plan.placements.values())
+    copier = getattr(engine.device.copy, "host", None)  # a GPU's, if something is streamed
+    n_bytes = copier.bytes_by_rung() if copier else Counter()
     return {
         "backend": choose_backend(config.backend, config.n_gpu_layers), "device": plan.device.name,
         "n_threads": config.n_threads or n_cores(),
         "n_ctx": plan.n_ctx, "n_ubatch": plan.n_ubatch, "n_window": plan.n_window, "schedule": plan.schedule,
         "repack": "on" if layouts["interleaved"] else "off", "device_bytes": plan.device_bytes,
         "streamed_bytes": plan.n_bytes("stream"),
-        "load_s": engine.stats.load_s,
+        **{f"{rung}_bytes": n_bytes[rung] for rung in ("registered", "staged", "pageable")},
+        "load_s": engine.stats.load_s, "lock_s": engine.stats.lock_s, "compile_s": engine.stats.compile_s,
     }  # fmt: skip
 
 
