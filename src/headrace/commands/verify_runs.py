@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import Config
 from ..engine import Engine
 from ..program import Program
 
@@ -47,7 +46,7 @@ def default_axes(kind: str, program: Program) -> tuple[Axes, Axes]:
         "register_host": ("auto", "off"), **exact,
     }  # fmt: skip
     other = {"expert_decode": ("gather", "cpu", "split")}
-    return {name: values for name, values in exact.items() if name in Config.__dataclass_fields__}, other
+    return exact, other
 
 
 def checks(exact: Axes, other: Axes, every: bool) -> list[Check]:
